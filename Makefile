@@ -1,0 +1,32 @@
+# make demo and make test do all the set-up on a fresh machine.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+.PHONY: setup demo test test-all lint clean
+
+setup: $(STAMP)
+
+# deepspeed's own build imports torch and finds ninja on the path, so both come first and its build is not isolated.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -c constraints.txt torch setuptools wheel ninja
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(PY) train.py
+
+# The fast tests; test-all adds the slow ones (the real target, end to end).
+test: setup
+	$(PY) -m pytest -m "not slow and not gpu"
+
+test-all: setup
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check .
+
+clean:
+	rm -rf $(VENV)

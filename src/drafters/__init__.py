@@ -1,0 +1,1 @@
+"""Everything up to the exported drafter: targets, data, models, training, export."""

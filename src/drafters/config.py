@@ -1,0 +1,325 @@
+"""Typed, closed settings of the three scripts: one dataclass per Hydra group.
+
+The dataclasses hold types and ranges; the values a user meets first are in conf/*.yaml. config_store.py registers
+them with Hydra, config_check.py turns a composed config into one frozen run object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from drafters.errors import ConfigError
+
+
+def option(
+    default: Any,
+    *,
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Dataclass field with the values config_check allows: one of `choices`, low <= x <= high, above < x < below."""
+    metadata = {"choices": choices, "low": low, "high": high, "above": above, "below": below}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Section:
+    """Base of every settings dataclass; config_check.freeze makes one read-only."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_frozen" in self.__dict__:
+            raise ConfigError(
+                f"{type(self).__name__}.{name} is fixed once the settings are checked. "
+                f"Set it on the command line, or make a copy with dataclasses.replace."
+            )
+        object.__setattr__(self, name, value)
+
+
+# ---- target
+
+
+@dataclass
+class WheelSource(Section):
+    """A GGUF file inside a package of the Python registry, pinned by hash."""
+
+    package: str = MISSING
+    version: str = MISSING
+    filename: str = MISSING  # the wheel's file name
+    sha256: str = MISSING  # of the wheel
+    gguf: str = MISSING  # path inside the wheel
+    gguf_sha256: str = MISSING
+
+
+@dataclass
+class RandomSource(Section):
+    """A small Llama with weights drawn from a seed, for tests."""
+
+    seed: int = 0
+    hidden_size: int = option(64, low=1)
+    intermediate_size: int = option(128, low=1)
+    num_layers: int = option(8, low=6)  # three taps need six layers
+    num_heads: int = option(4, low=1)
+    num_kv_heads: int = option(2, low=1)
+    vocab_size: int = option(512, low=1)
+
+
+@dataclass
+class TargetFacts(Section):
+    """Shape of the target from its config.json, kept here so that plan=true needs neither weights nor network."""
+
+    hidden_size: int = option(MISSING, low=1)
+    intermediate_size: int = option(MISSING, low=1)
+    num_layers: int = option(MISSING, low=1)
+    num_heads: int = option(MISSING, low=1)
+    num_kv_heads: int = option(MISSING, low=1)
+    head_dim: int = option(MISSING, low=1)
+    vocab_size: int = option(MISSING, low=1)
+    tie_word_embeddings: bool = MISSING
+
+
+@dataclass
+class TargetConfig(Section):
+    """The frozen model that decides every token; exactly one of path, wheel and random says where it comes from."""
+
+    name: str = MISSING  # names output folders and reports
+    path: str | None = None  # local folder or hub id; wins over wheel and random
+    revision: str | None = None  # commit of the hub repository
+    dtype: str = option("auto", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    license: str = ""
+    wheel: WheelSource | None = None
+    random: RandomSource | None = None
+    facts: TargetFacts | None = None
+
+
+# ---- drafter
+
+
+@dataclass
+class DrafterConfig(Section):
+    """Common base of the drafter families."""
+
+    family: str = MISSING
+
+
+@dataclass
+class Eagle3Config(DrafterConfig):
+    """EAGLE-3: one decoder layer fed by three tapped hidden states, trained by its own rollout (TTT)."""
+
+    family: str = option("eagle3", choices=("eagle3",))
+    draft_vocab_size: int = option(32000, low=1)  # more than the target has is an error, never clipped
+    ttt_steps: int = option(5, low=1)
+    ttt_decay: float = option(0.8, above=0.0, high=1.0)  # weight of depth k is ttt_decay**k
+    # Fractions of the run at which the depth rises, spread evenly from 1 to ttt_steps; [] trains at full depth.
+    curriculum: list[float] = option([0.35, 0.6], above=0.0, below=1.0)
+    fc_norm: bool = False  # one RMSNorm per tap before fc (EAGLE-3.1)
+    norm_output: bool = False  # feed back the normed output (EAGLE-3.1)
+    hidden_size: int | None = option(None, low=1)  # null: the target's
+    intermediate_size: int | None = option(None, low=1)  # null: the target's
+    num_heads: int | None = option(None, low=1)  # null: the target's
+    num_kv_heads: int | None = option(None, low=1)  # null: the target's
+    head_dim: int | None = option(None, low=1)  # null: the target's
+    taps: list[int] | None = option(None, low=0)  # hidden_states indices; null: (2, n//2, n-3)
+    warm_start: bool = True  # initialise from the target's last layer and head
+    train_lm_head: bool = True
+
+
+# ---- data
+
+
+@dataclass
+class DataConfig(Section):
+    """Common base of the prompt sources: what the target is asked, and how its own answers are sampled."""
+
+    source: str = MISSING
+    responses: str | None = None  # a folder made by distill.py: use it, collect nothing
+    num_prompts: int | None = option(None, low=1)  # null: every prompt of the source
+    max_prompt_tokens: int = option(512, low=1)  # longer prompts are left out and counted
+    max_new_tokens: int = option(256, low=1)
+    temperature: float = option(0.0, low=0.0)
+    seed: int = 0
+    batch_size: int = option(32, low=1)
+    eval_prompts: int = option(40, low=0)  # held out of training, for acceptance during and after it
+
+
+@dataclass
+class BuiltinData(DataConfig):
+    """The prompts shipped with Outrider; its eval split is never trained on."""
+
+    source: str = option("builtin", choices=("builtin",))
+
+
+@dataclass
+class MagpieData(DataConfig):
+    """The target writes the user turn too, from its chat template's own user prefix; needs no data."""
+
+    source: str = option("magpie", choices=("magpie",))
+    num_prompts: int = option(1000, low=1)
+    user_temperature: float = option(1.0, above=0.0)  # of the user turn; 0 would write one prompt again and again
+
+
+@dataclass
+class JsonlData(DataConfig):
+    """A JSONL file in the messages, ShareGPT or question_id/turns layout."""
+
+    source: str = option("jsonl", choices=("jsonl",))
+    path: str = MISSING
+
+
+@dataclass
+class HubData(DataConfig):
+    """A `datasets` id or local dataset folder."""
+
+    source: str = option("hub", choices=("hub",))
+    dataset: str = MISSING
+    split: str = "train"
+    config: str | None = None
+    revision: str | None = None
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)  # ours -> theirs, e.g. {messages: conversation}
+
+
+# ---- training
+
+
+@dataclass
+class TrainerConfig(Section):
+    """Optimiser, schedule, cadence."""
+
+    epochs: float = option(3.0, above=0.0)
+    max_steps: int | None = option(None, low=1)  # null: as many as epochs asks for
+    tokens_per_step: int = option(320, low=1)  # response tokens per optimiser step, all ranks together
+    row_length: int = option(1024, low=8)  # tokens of one packed row
+    features: str = option("online", choices=("online", "cached"))  # cached: taps of each row are stored once
+    learning_rate: float = option(2.0e-3, above=0.0)
+    betas: list[float] = option([0.9, 0.95], low=0.0, below=1.0)
+    weight_decay: float = option(0.0, low=0.0)
+    warmup_ratio: float = option(0.05, low=0.0, below=1.0)
+    min_lr_ratio: float = option(0.05, low=0.0, high=1.0)
+    clip_grad: float = option(1.0, above=0.0)
+    dtype: str = option("float32", choices=("float32", "bfloat16"))
+    eval_every: int = option(400, low=1)  # steps
+    save_every: int = option(100, low=1)  # steps
+    log_every: int = option(10, low=1)  # steps
+    seed: int = 0
+    num_threads: int | None = option(None, low=1)  # null: chosen by a probe at start
+
+
+@dataclass
+class DeepSpeedConfig(Section):
+    """The training engine; ZeRO stage 0 shards nothing, 1 the optimiser, 2 gradients too, 3 weights too."""
+
+    zero_stage: int = option(0, low=0, high=3)
+
+
+@dataclass
+class LoggerConfig(Section):
+    """Weights & Biases beside the JSONL file that is always written; WANDB_MODE decides (offline by default)."""
+
+    wandb: bool = True
+    project: str = "outrider"
+    run_name: str | None = None  # null: the name of output_dir
+
+
+# ---- runtime and evaluation
+
+
+@dataclass
+class RuntimeConfig(Section):
+    """Tree drafting."""
+
+    num_draft_tokens: int = option(16, low=1)  # nodes of one verified tree, its root included
+    depth: int = option(5, low=1)
+    top_k: int = option(4, low=1)
+    batch_size: int = option(1, low=1)
+    max_length: int | None = option(None, low=2)  # cache slots per row; null: as long as the prompts need
+
+
+@dataclass
+class EvalConfig(Section):
+    """What is measured, on which prompts."""
+
+    prompts: str | None = None  # JSONL (messages or question_id/turns); null: the built-in eval split
+    num_prompts: int | None = option(None, low=1)  # null: all
+    max_new_tokens: int = option(128, low=1)  # per answer, in every mode
+    compare_transformers: bool = True
+    check_identity: bool = True  # compare every text with plain decoding
+
+
+@dataclass
+class SamplingConfig(Section):
+    """How the target chooses its tokens."""
+
+    temperature: float = option(0.0, low=0.0)
+    seed: int = 0
+
+
+# ---- the three scripts
+
+
+@dataclass
+class TrainRun(Section):
+    """Settings of train.py."""
+
+    target: TargetConfig = MISSING
+    drafter: DrafterConfig = MISSING
+    data: DataConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    deepspeed: DeepSpeedConfig = MISSING
+    runtime: RuntimeConfig = MISSING
+    eval: EvalConfig = MISSING
+    logger: LoggerConfig = MISSING
+    output_dir: str = MISSING
+    resume: str = option("auto", choices=("auto", "never"))
+    init_from: str | None = None  # an export or checkpoint folder: its weights only
+    plan: bool = False  # print memory, storage and time, load no weight
+
+
+@dataclass
+class DistillRun(Section):
+    """Settings of distill.py."""
+
+    target: TargetConfig = MISSING
+    data: DataConfig = MISSING
+    output_dir: str = MISSING
+    inspect: int = option(0, low=0)  # print this many collected rows with supervised tokens coloured
+
+
+@dataclass
+class ServedDrafter(Section):
+    """Which drafter serve.py runs."""
+
+    path: str | None = None  # export folder | none | ngram; null: the newest export under outputs/
+
+
+@dataclass
+class ServeRun(Section):
+    """Settings of serve.py."""
+
+    target: TargetConfig = MISSING
+    drafter: ServedDrafter = MISSING
+    runtime: RuntimeConfig = MISSING
+    eval: EvalConfig = MISSING
+    sampling: SamplingConfig = MISSING
+    mode: str = option("eval", choices=("eval", "generate", "chat"))
+    prompt: str | None = None  # for mode=generate
+    output_dir: str = MISSING
+
+
+RUNS: dict[str, type[Section]] = {"train": TrainRun, "distill": DistillRun, "serve": ServeRun}
+GROUPS = {
+    "train": ("target", "drafter", "data", "trainer", "deepspeed", "runtime", "eval", "logger", "experiment"),
+    "distill": ("target", "data", "experiment"),
+    "serve": ("target", "runtime", "eval", "experiment"),
+}
+FAMILIES: dict[str, dict[str, type[Section]]] = {
+    "drafter": {"eagle3": Eagle3Config},
+    "data": {"builtin": BuiltinData, "magpie": MagpieData, "jsonl": JsonlData, "hub": HubData},
+}

@@ -1,0 +1,297 @@
+"""From a composed Hydra config to one frozen, checked run object, and what to say when that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from drafters.config import (
+    FAMILIES,
+    RUNS,
+    DistillRun,
+    Eagle3Config,
+    Section,
+    ServeRun,
+    TargetConfig,
+    TrainRun,
+)  # fmt: skip
+from drafters.config_store import target_name
+from drafters.errors import ConfigError
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def validate(cfg: DictConfig) -> TrainRun | DistillRun | ServeRun:
+    """Typed, checked and frozen settings of a composed config; raises ConfigError naming the key path."""
+    missing = OmegaConf.missing_keys(cfg)
+    if missing:
+        raise ConfigError(no_value(sorted(missing)[0]))
+    refuse_extra_keys(cfg)
+    run = OmegaConf.to_object(cfg)
+    if not isinstance(run, tuple(RUNS.values())):
+        raise ConfigError(f"the config is a {type(run).__name__}, not one of {', '.join(RUNS)}.")
+    if run.target.path and (run.target.wheel or run.target.random):
+        run.target = _custom_target(run.target)
+    check(run)
+    freeze(run)
+    return run
+
+
+def _custom_target(target: TargetConfig) -> TargetConfig:
+    # The facts, licence and revision kept beside a built-in source say nothing about the model at target.path.
+    return TargetConfig(
+        name=target_name(target), path=target.path, revision=target.revision, dtype=target.dtype, device=target.device
+    )
+
+
+def freeze(section: Section) -> None:
+    """Make a settings object and all sections below it read-only."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, Section):
+            freeze(value)
+    section.__dict__["_frozen"] = True
+
+
+def to_dict(section: Section) -> dict[str, Any]:
+    """Plain nested dict of the settings, ready for YAML or JSON."""
+    return OmegaConf.to_container(OmegaConf.create(dataclasses.asdict(section)))
+
+
+# ---- what is allowed
+
+
+def keys(schema: type) -> list[str]:
+    """Names of the settings of one section."""
+    return [field.name for field in dataclasses.fields(schema)]
+
+
+def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, type, str]]:
+    """(key path, section type, name) of every setting below a run type, the families of each group included."""
+    hints = typing.get_type_hints(schema)
+    for name in keys(schema):
+        path = f"{prefix}{name}"
+        inner = _section_type(hints[name])
+        families = FAMILIES.get(path, {}) if schema is TrainRun or schema is DistillRun else {}
+        if inner is None:
+            yield path, schema, name
+        for section in families.values() or ([inner] if inner else []):
+            yield from leaves(section, f"{path}.")
+
+
+def _section_type(hint: Any) -> type[Section] | None:
+    for part in (hint, *typing.get_args(hint)):
+        if isinstance(part, type) and issubclass(part, Section):
+            return part
+    return None
+
+
+def describe(schema: type, name: str) -> str:
+    """What one setting accepts, in words: its type, range and choices."""
+    field = next(field for field in dataclasses.fields(schema) if field.name == name)
+    hint = typing.get_type_hints(schema)[name]
+    parts = [part for part in typing.get_args(hint) if part is not type(None)]
+    optional = type(None) in typing.get_args(hint)
+    base = parts[0] if optional else hint
+    rule = field.metadata
+    if rule.get("choices"):
+        text = "one of " + ", ".join(rule["choices"])
+    elif typing.get_origin(base) is list:
+        text = "a list, each entry " + KINDS[typing.get_args(base)[0]]
+    elif typing.get_origin(base) is dict:
+        text = "a mapping of text to text"
+    else:
+        text = KINDS.get(base, "a group of settings: " + ", ".join(keys(base)) if _section_type(base) else "a value")
+    signs = {"low": ">=", "above": ">", "high": "<=", "below": "<"}
+    limits = [f"{sign} {rule[kind]:g}" for kind, sign in signs.items() if rule.get(kind) is not None]
+    return " ".join([text, " and ".join(limits)]).strip() + (" or null" if optional else "")
+
+
+def suggest(path: str, run_type: type, allowed: list[str]) -> str:
+    """'Did you mean ...? ' for an unknown key path, from its own section and from the whole run; '' when far off."""
+    section, _, name = path.rpartition(".")
+    prefix = f"{section}." if section else ""
+    everywhere = {leaf: where for where, _, leaf in leaves(run_type)}
+    initials = {"".join(word[0] for word in leaf.split("_")): leaf for leaf in [*everywhere, *allowed]}
+    for pool in (allowed, list(everywhere)):
+        wanted = initials.get(name, name)
+        close = [wanted] if wanted in pool else difflib.get_close_matches(name, pool, n=1, cutoff=0.7)
+        if close:
+            return f"Did you mean {prefix + close[0] if pool is allowed else everywhere[close[0]]}? "
+    return ""
+
+
+def unknown_key(path: str, schema: type, run_type: type, shown: str) -> str:
+    """Message for a key that its section does not have; `shown` is what the user wrote."""
+    section = path.rpartition(".")[0]
+    others = [name for name, family in FAMILIES.get(section, {}).items() if path.rpartition(".")[2] in keys(family)]
+    option = next((name for name, family in FAMILIES.get(section, {}).items() if family is schema), None)
+    where = f"{section}={option}" if option else section or "the top level"
+    hint = f"It belongs to {section}={others[0]}. " if others else suggest(path, run_type, keys(schema))
+    return f"{shown}: {where} has no key {path.rpartition('.')[2]!r}. {hint}Allowed: {', '.join(keys(schema))}."
+
+
+def no_value(path: str) -> str:
+    """Message for a setting or group that was given no value."""
+    return f"{path} has no value. Set {path}={'VALUE' if '.' in path else 'OPTION'}."
+
+
+def refuse_extra_keys(cfg: DictConfig) -> None:
+    """Raise ConfigError for a key that `+key=value` slipped past the closed schema."""
+    run_type = OmegaConf.get_type(cfg)
+
+    def walk(node: DictConfig, prefix: str) -> None:
+        schema = OmegaConf.get_type(node)
+        if not (isinstance(schema, type) and issubclass(schema, Section)):
+            return
+        for key in node:
+            path = f"{prefix}{key}"
+            if key not in keys(schema):
+                raise ConfigError(unknown_key(path, schema, run_type, path))
+            if not OmegaConf.is_missing(node, key) and OmegaConf.is_dict(node._get_node(key)) and node[key] is not None:
+                walk(node[key], f"{path}.")
+
+    walk(cfg, "")
+
+
+# ---- checks
+
+
+def check(run: TrainRun | DistillRun | ServeRun) -> None:
+    """Raise ConfigError for a value out of range or at odds with another, naming the key paths and the way out."""
+    _check_ranges(run, "")
+    _check_target(run.target)
+    if isinstance(run, TrainRun | DistillRun):
+        _check_data(run)
+    if isinstance(run, TrainRun):
+        _check_train(run)
+    if isinstance(run, TrainRun | ServeRun):
+        _check_runtime(run)
+    if isinstance(run, ServeRun):
+        _check_serve(run)
+
+
+def _check_ranges(section: Section, prefix: str) -> None:
+    for field in dataclasses.fields(section):
+        value, path = getattr(section, field.name), f"{prefix}{field.name}"
+        if isinstance(value, Section):
+            _check_ranges(value, f"{path}.")
+        elif value is not None and field.metadata:
+            for entry in value if isinstance(value, list) else [value]:
+                if not _allowed(entry, field.metadata):
+                    raise ConfigError(f"{path}={value}: must be {describe(type(section), field.name)}.")
+
+
+def _allowed(value: Any, rule: typing.Mapping[str, Any]) -> bool:
+    if rule["choices"] is not None:
+        return value in rule["choices"]
+    return (
+        (rule["low"] is None or value >= rule["low"])
+        and (rule["above"] is None or value > rule["above"])
+        and (rule["high"] is None or value <= rule["high"])
+        and (rule["below"] is None or value < rule["below"])
+    )
+
+
+def _check_target(target: TargetConfig) -> None:
+    if not (target.path or target.wheel or target.random):
+        raise ConfigError(f"target.path is null for target {target.name!r}. Set target.path=FOLDER or ORG/MODEL.")
+    if target.wheel and target.random:
+        raise ConfigError(f"target {target.name!r} has both target.wheel and target.random. Set one of them to null.")
+    kind = target.device.partition(":")
+    if not (target.device in ("auto", "cpu", "cuda") or (kind[0] == "cuda" and kind[2].isdigit())):
+        raise ConfigError(f"target.device={target.device}: must be auto, cpu, cuda or cuda:N.")
+
+
+def _check_file(path: str | None, key: str, kind: str) -> None:
+    if path is None:
+        return
+    found = Path(path).expanduser()
+    if not (found.is_dir() if kind == "folder" else found.is_file()):
+        raise ConfigError(
+            f"{key}={path}: there is no such {kind} (looked in {Path.cwd()}). Set {key} to an existing one."
+        )
+
+
+def _check_data(run: TrainRun | DistillRun) -> None:
+    data = run.data
+    if data.source == "jsonl":
+        _check_file(data.path, "data.path", "file")
+    if data.responses is not None:
+        if isinstance(run, DistillRun):
+            raise ConfigError(
+                f"data.responses={data.responses}: distill.py makes this folder, train.py reads it. "
+                f"Set output_dir={data.responses} to say where it goes."
+            )
+        if not Path(data.responses).expanduser().exists():
+            raise ConfigError(
+                f"data.responses={data.responses}: there is no such folder (looked in {Path.cwd()}). "
+                f"Make it with distill.py output_dir={data.responses}, or set data.responses=null to collect now."
+            )
+
+
+def _check_train(run: TrainRun) -> None:
+    _check_file(run.init_from, "init_from", "folder")
+    trainer, drafter = run.trainer, run.drafter
+    if len(trainer.betas) != 2:
+        raise ConfigError(f"trainer.betas={trainer.betas}: must be two numbers. Set trainer.betas=[0.9,0.95].")
+    if isinstance(drafter, Eagle3Config):
+        _check_eagle3(drafter, run.target)
+
+
+def _check_eagle3(drafter: Eagle3Config, target: TargetConfig) -> None:
+    if drafter.curriculum != sorted(set(drafter.curriculum)):
+        raise ConfigError(f"drafter.curriculum={drafter.curriculum}: the fractions must rise. Set e.g. [0.35,0.6].")
+    taps = drafter.taps
+    if taps is not None and (len(taps) != 3 or taps != sorted(set(taps))):
+        raise ConfigError(f"drafter.taps={taps}: must be three rising indices (low, middle, high), or null.")
+    heads, groups = drafter.num_heads, drafter.num_kv_heads
+    if heads is not None and groups is not None and heads % groups:
+        raise ConfigError(
+            f"drafter.num_heads={heads} is no multiple of drafter.num_kv_heads={groups}. "
+            f"Set drafter.num_kv_heads to a divisor of {heads}."
+        )
+    shape = target.facts or target.random
+    if shape is None:
+        return
+    if drafter.draft_vocab_size > shape.vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size={drafter.draft_vocab_size} is more than the {shape.vocab_size} tokens of "
+            f"target {target.name!r}. Set drafter.draft_vocab_size={shape.vocab_size} or less."
+        )
+    if taps is not None and taps[-1] > shape.num_layers:
+        raise ConfigError(
+            f"drafter.taps={taps}: target {target.name!r} has hidden states 0 to {shape.num_layers}. "
+            f"Set drafter.taps within these, or null."
+        )
+
+
+def _check_runtime(run: TrainRun | ServeRun) -> None:
+    _check_file(run.eval.prompts, "eval.prompts", "file")
+    runtime = run.runtime
+    if runtime.num_draft_tokens > 1 and runtime.depth > runtime.num_draft_tokens - 1:
+        raise ConfigError(
+            f"runtime.depth={runtime.depth} needs runtime.num_draft_tokens >= {runtime.depth + 1} (root included), "
+            f"but it is {runtime.num_draft_tokens}. Raise it, or set runtime.depth={runtime.num_draft_tokens - 1}."
+        )
+
+
+def _check_serve(run: ServeRun) -> None:
+    path = run.drafter.path
+    if path not in (None, "none", "ngram") and not Path(path).expanduser().is_dir():
+        raise ConfigError(
+            f"drafter.path={path}: there is no such folder (looked in {Path.cwd()}). "
+            f"Set drafter.path to an export folder, none or ngram."
+        )
+    if run.mode == "generate" and not run.prompt:
+        raise ConfigError('mode=generate needs a prompt, but prompt is empty. Set prompt="...".')
+    if run.mode != "generate" and run.prompt is not None:
+        raise ConfigError(
+            f"prompt={run.prompt!r} is read by mode=generate only, but mode={run.mode}. Set mode=generate."
+        )

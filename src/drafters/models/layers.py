@@ -1,0 +1,91 @@
+"""Layers shared by drafters: the two-branch attention block and the draft head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class DraftHead(nn.Linear):
+    """Bias-free projection onto the draft vocabulary, whose weight a fused loss may read in place."""
+
+    def __init__(self, hidden_size: int, draft_vocab_size: int) -> None:
+        super().__init__(hidden_size, draft_vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor, loss: Callable[[Tensor, Tensor], tuple] | None = None) -> Tensor | tuple:
+        """Map hidden [.., H] to logits [.., Vd], or return loss(hidden, weight) without keeping the logits.
+
+        The loss runs inside forward because ZeRO-3 holds the whole weight only there.
+        """
+        if loss is not None:
+            return loss(hidden, self.weight)
+        return functional.linear(hidden, self.weight)
+
+
+class Eagle3Attention(nn.Module):
+    """Grouped-query attention over cat(embedding, hidden); the caller supplies the attention itself."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        width = 2 * config.hidden_size
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+
+
+class Eagle3Layer(nn.Module):
+    """The one decoder layer of EAGLE-3; its residual stream is the un-normed hidden branch."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_norm = LlamaRMSNorm(size, eps=eps)
+        self.input_layernorm = LlamaRMSNorm(size, eps=eps)
+        self.self_attn = Eagle3Attention(config)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
+        self.mlp = LlamaMLP(config)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def inputs(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """Join normed embedding and normed hidden, both [B, T, H], into the attention input [B, T, 2H]."""
+        return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)
+
+    def _heads(self, x: Tensor, count: int) -> Tensor:
+        return x.view(*x.shape[:-1], count, self.self_attn.head_dim).transpose(1, 2)
+
+    def _rotate(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        cos, sin = self.rotary(x, position_ids)
+        return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
+
+    def queries(self, joined: Tensor, position_ids: Tensor) -> Tensor:
+        """Return roped queries [B, nq, T, d] of joined inputs [B, T, 2H] at position_ids [B, T]."""
+        attention = self.self_attn
+        return self._rotate(self._heads(attention.q_proj(joined), attention.num_heads), position_ids)
+
+    def keys_values(self, joined: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return roped keys and plain values, both [B, nkv, T, d], of joined inputs [B, T, 2H]."""
+        attention = self.self_attn
+        keys = self._rotate(self._heads(attention.k_proj(joined), attention.num_kv_heads), position_ids)
+        return keys, self._heads(attention.v_proj(joined), attention.num_kv_heads)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Add attended [B, nq, T, d] and the MLP to residual [B, T, H]; returns the pre-norm output."""
+        hidden = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def forward(self, embedding: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        """Run the layer on embedding and hidden [B, T, H]; attend maps (q, k, v) to [B, nq, T, d]."""
+        joined = self.inputs(embedding, hidden)
+        keys, values = self.keys_values(joined, position_ids)
+        return self.finish(hidden, attend(self.queries(joined, position_ids), keys, values))

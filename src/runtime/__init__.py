@@ -1,0 +1,7 @@
+"""Everything that decodes: trees, the one acceptance rule, caches, the engine and its measurements."""
+
+from runtime.engine import Engine
+from runtime.request import Result
+from runtime.sampling import SamplingParams
+
+__all__ = ["Engine", "Result", "SamplingParams"]

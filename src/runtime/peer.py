@@ -1,0 +1,46 @@
+"""transformers' own generate, measured beside the engine."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from drafters.target import Target
+from runtime.sampling import SamplingParams
+
+
+class TransformersPeer:
+    """transformers' own generate on its own copy of the target, because the engine lays the target's weights out."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=target.dtype, attn_implementation="sdpa")
+        self.model = model.to(target.device).eval()
+        # A model's own defaults (top_p, repetition penalty) would make it do other work than the engine.
+        self.model.generation_config = GenerationConfig()
+        pad = target.tokenizer.pad_token_id
+        self.pad_id = pad if pad is not None else (*target.eos_ids, 0)[0]
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+        """Ids after each prompt up to its end id; one left-padded batch under the settings of the first."""
+        first, longest = params[0], max(map(len, prompts))
+        ids = torch.tensor([[self.pad_id] * (longest - len(row)) + row for row in prompts])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
+        sampled = {"temperature": first.temperature, "top_k": 0, "top_p": 1.0} if first.temperature else {}
+        config = GenerationConfig(
+            max_new_tokens=first.max_new_tokens,
+            do_sample=bool(sampled),
+            **sampled,
+            eos_token_id=list(self.target.eos_ids) or None,
+            pad_token_id=self.pad_id,
+        )
+        device = self.target.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(first.seed)
+            out = self.model.generate(ids.to(device), attention_mask=mask.to(device), generation_config=config)
+        return [self._cut(row) for row in out[:, longest:].tolist()]
+
+    def _cut(self, row: list[int]) -> list[int]:
+        end = next((i for i, token in enumerate(row) if token in self.target.eos_ids), len(row) - 1)
+        return row[: end + 1]

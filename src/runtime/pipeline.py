@@ -1,0 +1,294 @@
+"""The three scripts' work, step by step: collect, train, export, measure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from drafters import chat as chat_templates
+from drafters import checkpoint
+from drafters.artifacts import MANIFEST_NAME, read_manifest, verify_folder, write_folder
+from drafters.config import DataConfig, DistillRun, Eagle3Config, MagpieData, SamplingConfig, ServeRun, TrainRun
+from drafters.config_check import to_dict
+from drafters.contract import Contract, read_contract, require_equal
+from drafters.corpus import Prompt, ResponseRecord, load_prompts
+from drafters.errors import ConfigError
+from drafters.export.card import DataSummary, model_card
+from drafters.export.official import KIND, describe_drafter, export_eagle3, load_eagle3, shape_of
+from drafters.facts import facts_from
+from drafters.generation import Generate
+from drafters.logger import Logger
+from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
+from drafters.responses import RECORDS_NAME, ResponseSet, collect, read_responses, regenerate_slice
+from drafters.target import Target, default_taps
+from drafters.trainer import BEST, train
+from drafters.vocab import build, count_tokens
+from runtime import report as reports
+from runtime.engine import Engine
+from runtime.evaluate import eval_prompts, evaluate, measure, quick_acceptance
+from runtime.sampling import SamplingParams
+from runtime.terminal import chat, generate_once
+
+log = logging.getLogger(__name__)
+
+REGENERATED = 4  # kept responses answered again, to see that they are this target's
+QUICK_PROMPTS = 8  # held-out prompts for acceptance while training
+POLL_SECONDS = 1.0
+
+
+def command_line() -> str:
+    """The command as typed, the script by its name alone."""
+    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+# ---- serve
+
+
+def run_serve(run: ServeRun, console: Console) -> None:
+    """serve.py: measure, generate once, or chat."""
+    modes = {"eval": evaluate, "generate": generate_once, "chat": chat}
+    modes[run.mode](run, console)
+
+
+# ---- collect
+
+
+def run_distill(run: DistillRun, console: Console) -> ResponseSet:
+    """distill.py: leave output_dir/responses.jsonl and its manifest; inspect=N shows N rows."""
+    target = Target.load(run.target)
+    found = collect_responses(run.data, target, Path(run.output_dir), console)
+    counts = found.meta["counts"]
+    console.print(
+        f"{found.folder / RECORDS_NAME}: {counts['records']} records, {counts['response_tokens']} response tokens",
+        soft_wrap=True,
+        highlight=False,
+    )
+    rows = [
+        (record.prompt_ids + record.response_ids, [False] * len(record.prompt_ids) + [True] * len(record.response_ids))
+        for record in found.records[: run.inspect]
+    ]
+    for view in chat_templates.colour_rows(target.tokenizer, rows):
+        console.print(view)
+    return found
+
+
+def collect_responses(data: DataConfig, target: Target, folder: Path, console: Console) -> ResponseSet:
+    """Have the target answer the source's training prompts into `folder`; goes on where a killed run stopped."""
+    engine = Engine.load(target, "none", batch_size=data.batch_size)
+    answers = generator(engine, data.temperature, data.max_new_tokens)
+    turns = None
+    if isinstance(data, MagpieData):
+        turns = generator(engine, data.user_temperature, data.max_prompt_tokens)
+    prompts = load_prompts(data)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        return collect(
+            prompts,
+            target,
+            answers,
+            data,
+            folder,
+            generate_user_turn=turns,
+            progress=progress if console.is_terminal else None,
+            command=command_line(),
+        )
+
+
+def generator(engine: Engine, temperature: float, max_new_tokens: int) -> Generate:
+    """The engine as collecting wants it: (prompt ids, seed) rows in, (row, response ids, finish reason) out."""
+
+    def generate(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
+        params = [SamplingParams(max_new_tokens, temperature, seed) for _, seed in rows]
+        for index, result in engine.complete([ids for ids, _ in rows], params):
+            yield index, list(result.token_ids), result.finish_reason
+
+    return generate
+
+
+def find_responses(run: TrainRun, console: Console) -> ResponseSet:
+    """The records to train on: those of data.responses, or collected now into output_dir/responses by rank 0.
+
+    Uses a target of its own and drops it: decoding lays weights out in another way, and what training computes must
+    not depend on whether this process collected anything.
+    """
+    if run.data.responses is None:
+        folder = Path(run.output_dir) / "responses"
+        if int(os.environ.get("RANK", "0")) == 0:
+            return collect_responses(run.data, Target.load(run.target), folder, console)
+        while not (folder / MANIFEST_NAME).exists():
+            time.sleep(POLL_SECONDS)
+        return read_responses(folder)
+    found = read_responses(Path(run.data.responses).expanduser())
+    if int(os.environ.get("RANK", "0")) == 0:
+        check_responses(found, Target.load(run.target), run.data.batch_size)
+    return found
+
+
+def check_responses(found: ResponseSet, target: Target, batch_size: int) -> tuple[int, int]:
+    """Refuse responses of another target, answer a few again and log how many are token-equal: (equal, compared)."""
+    found.require_target(target)
+    settings = found.meta["settings"]
+    engine = Engine.load(target, "none", batch_size=batch_size)
+    again = generator(engine, settings["data.temperature"], settings["data.max_new_tokens"])
+    equal, compared = regenerate_slice(found.records, again, REGENERATED)
+    log.info("%s: %d of %d responses generated again are token-equal", found.folder, equal, compared)
+    return equal, compared
+
+
+# ---- train
+
+
+def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
+    """train.py: leave output_dir/export and output_dir/report.json; returns the report on rank 0, None elsewhere.
+
+    Raises KeyboardInterrupt when a signal stopped the training, which is then saved and goes on with the same command.
+    """
+    if not isinstance(run.drafter, Eagle3Config):
+        raise ConfigError(f"drafter.family={run.drafter.family} cannot be trained. Set drafter=eagle3.")
+    out_dir = Path(run.output_dir)
+    held_out = held_out_prompts(run)
+    responses = find_responses(run, console)
+    target = Target.load(run.target)
+    drafter = make_drafter(run, target, responses.records)
+    logger = Logger(out_dir, run.logger, to_dict(run))
+
+    def acceptance(model: Eagle3Drafter) -> dict[str, Any]:
+        return quick_acceptance(model, target, held_out[:QUICK_PROMPTS], run.runtime, run.eval.max_new_tokens)
+
+    try:
+        result = train(drafter, target, responses.records, run, out_dir, acceptance, logger, console)
+    finally:
+        logger.close()
+    if result.stopped:
+        log.warning("stopped and saved at step %d of %d; the same command goes on", result.step, result.total_steps)
+        raise KeyboardInterrupt
+    if int(os.environ.get("RANK", "0")) != 0:
+        return None
+    best = checkpoint.find(out_dir / "checkpoints" / BEST)
+    if best is not None:
+        checkpoint.load_weights(best, drafter)
+    return export_and_measure(run, drafter, target, responses, held_out, console)
+
+
+def export_and_measure(
+    run: TrainRun,
+    drafter: Eagle3Drafter,
+    target: Target,
+    responses: ResponseSet,
+    held_out: Sequence[Prompt],
+    console: Console,
+) -> dict[str, Any]:
+    """Export the drafter, measure what was exported, and put the figures into report.json and the export's card."""
+    out_dir = Path(run.output_dir)
+    contract = describe_drafter(
+        drafter, target, taps=taps_of(run, target), ttt_steps=run.drafter.ttt_steps, max_length=run.trainer.row_length
+    )
+    meta = responses.meta
+    counts = meta["counts"]
+    summary = DataSummary(meta["settings"]["data.source"], counts["records"], counts["response_tokens"], True)
+    export = export_eagle3(drafter, target, contract, out_dir / "export", command=command_line(), data=summary)
+    console.print(f"exported to {export}", soft_wrap=True, highlight=False)
+    report = measure(target, export, held_out, run.runtime, run.eval, SamplingConfig(), console)
+    reports.write(report, out_dir, console)
+    add_report(export, target, contract, summary, report)
+    reports.check_lossless(report)
+    return report
+
+
+def taps_of(run: TrainRun, target: Target) -> tuple[int, ...]:
+    """The `hidden_states` indices the drafter reads."""
+    return tuple(run.drafter.taps or default_taps(target.num_layers))
+
+
+def held_out_prompts(run: TrainRun) -> list[Prompt]:
+    """Prompts never trained on: the file eval.prompts, or the source's own held-out split; ConfigError if none."""
+    if run.eval.prompts is not None:
+        return eval_prompts(run.eval)
+    prompts = load_prompts(run.data, "eval")[: run.eval.num_prompts]
+    if not prompts:
+        raise ConfigError(
+            f"data.eval_prompts={run.data.eval_prompts} holds no prompt back to measure on. "
+            f"Set data.eval_prompts above 0, or eval.prompts=FILE."
+        )
+    return prompts
+
+
+def eagle3_shape(cfg: Eagle3Config, target: Target) -> Eagle3Shape:
+    """Sizes of the drafter; those left null are the target's."""
+    text = target.text_config
+    facts = facts_from(text.to_dict(), target.config)
+    sizes = {
+        name: facts_value if own is None else own
+        for name, own, facts_value in (
+            ("hidden_size", cfg.hidden_size, facts.hidden_size),
+            ("intermediate_size", cfg.intermediate_size, facts.intermediate_size),
+            ("num_heads", cfg.num_heads, facts.num_heads),
+            ("num_kv_heads", cfg.num_kv_heads, facts.num_kv_heads),
+            ("head_dim", cfg.head_dim, facts.head_dim),
+        )
+    }
+    return Eagle3Shape(
+        **sizes,
+        target_hidden_size=target.hidden_size,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_theta=text.rope_parameters["rope_theta"],
+        max_position_embeddings=target.max_length,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=cfg.draft_vocab_size,
+        fc_norm=cfg.fc_norm,
+        norm_output=cfg.norm_output,
+    )
+
+
+def make_drafter(run: TrainRun, target: Target, records: Sequence[ResponseRecord]) -> Eagle3Drafter:
+    """A drafter ready to train, on the target's device: from init_from, or new with the records' vocabulary."""
+    if run.init_from is not None:
+        return _init_from(run, target)
+    drafter = Eagle3Drafter(eagle3_shape(run.drafter, target))
+    vocab = build(count_tokens(records, target.vocab_size), run.drafter.draft_vocab_size, target.eos_ids)
+    drafter.bind_vocab(vocab.d2t, vocab.t2d)
+    drafter.to(target.device)
+    drafter.bind_embedding(target.embed_weight)
+    return drafter
+
+
+def _init_from(run: TrainRun, target: Target) -> Eagle3Drafter:
+    """Weights and draft vocabulary of an export or a checkpoint; raises ContractError when they do not fit the run."""
+    folder = Path(run.init_from).expanduser()
+    where = f"init_from={run.init_from}"
+    contract = read_contract(folder)
+    require_equal("tap_indices", tuple(contract.tap_indices), taps_of(run, target), where)
+    require_equal("graph", asdict(shape_of(contract, where)), asdict(eagle3_shape(run.drafter, target)), where)
+    if read_manifest(folder).kind == KIND:
+        drafter, _ = load_eagle3(folder, target)
+        return drafter.float().requires_grad_(True)
+    contract.check_target(target, where)
+    verify_folder(folder, checkpoint.KIND)
+    drafter = Eagle3Drafter(shape_of(contract, where))
+    checkpoint.load_weights(folder, drafter)
+    drafter.to(target.device)
+    drafter.bind_embedding(target.embed_weight)
+    return drafter
+
+
+def add_report(export: Path, target: Target, contract: Contract, summary: DataSummary, report: dict[str, Any]) -> None:
+    """Write the export's card again, now with what was measured on it; the other files stay byte for byte."""
+    names = [name for name in verify_folder(export, KIND).files if name != "README.md"]
+    card = model_card(contract, target.config.license, command_line(), summary, report)
+
+    def write(folder: Path) -> None:
+        for name in names:
+            shutil.copyfile(export / name, folder / name)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    write_folder(export, write, KIND, {"family": contract.family})

@@ -1,0 +1,1 @@
+"""Where draft trees come from: one file per way of proposing."""

@@ -1,0 +1,47 @@
+"""What the engine asks of every proposer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from runtime.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of one row's tree: nodes (root included) and depth of the deepest node."""
+
+    nodes: int
+    depth: int
+
+
+class Proposer(ABC):
+    """Drafts trees for rows; it may change the speed of a request, never its text.
+
+    State is per row, made by start() and rebuilt from committed tokens alone.
+    """
+
+    name: str
+    taps: tuple[int, ...] = ()  # HF hidden_states indices it needs of the target
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Caches must hold num_rows rows of num_slots tokens from now on; called while no row runs."""
+
+    @abstractmethod
+    def start(self, row: int, prompt: list[int], token: int, taps: Tensor | None) -> None:
+        """A row begins: its prompt, the first token after it, the prompt's taps [T, K*Ht]."""
+
+    @abstractmethod
+    def propose(self, budgets: dict[int, Budget]) -> dict[int, DraftTree]:
+        """One tree per row, rooted at the row's last committed token."""
+
+    @abstractmethod
+    def commit(self, row: int, tokens: list[int], taps: Tensor | None) -> None:
+        """Tokens were accepted (the last of them is the next root); taps [len(tokens), K*Ht] of the nodes before each."""
+
+    @abstractmethod
+    def release(self, row: int) -> None:
+        """The row's request ended."""

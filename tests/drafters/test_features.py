@@ -1,0 +1,127 @@
+"""Cached features equal computed ones; the store is keyed, checksummed and resumable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafters import features as features_module
+from drafters.batches import Batch, collate
+from drafters.errors import ArtifactError
+from drafters.features import CachedFeatures, OnlineFeatures
+from drafters.models.ttt import make_layout
+from tests.drafters.training_setup import make_records, new_drafter, run_settings
+
+TAPS = (2, 4, 5)
+RECORDS = make_records(4)
+
+
+@pytest.fixture
+def t2d(tiny_target):
+    return new_drafter(tiny_target, RECORDS, run_settings(tiny_target)).t2d
+
+
+def store(tiny_target, t2d, folder, taps=TAPS, rank=0) -> CachedFeatures:
+    return CachedFeatures(tiny_target, taps, t2d, torch.float32, folder, rank)
+
+
+def batch_of(*rows) -> Batch:
+    return collate(RECORDS, list(rows), 100)
+
+
+def shards(folder):
+    return sorted(folder.glob("*/*.safetensors"))
+
+
+def same(one, other) -> bool:
+    return (one.taps.equal(other.taps) and one.teacher.choice.equal(other.teacher.choice)
+            and one.teacher.probabilities.equal(other.teacher.probabilities))  # fmt: skip
+
+
+def test_online_features_are_the_targets_own(tiny_target, t2d):
+    batch = batch_of((0, 1))
+    layout = make_layout(batch, 2)
+    found = OnlineFeatures(tiny_target, TAPS, t2d, torch.float32)(batch, layout)
+    kept = t2d.nonzero().flatten()
+    taps, probabilities, choices = [], [], []
+    for record in RECORDS[:2]:
+        ids = torch.tensor([record.prompt_ids + record.response_ids])
+        out = tiny_target.model(ids, output_hidden_states=True)
+        taps.append(torch.cat([out.hidden_states[i][0, :-1] for i in TAPS], -1))
+        logits = out.logits[0, len(record.prompt_ids) - 1 : -1]
+        probabilities.append(torch.softmax(logits[:, kept], -1))
+        choices.append(logits.argmax(-1))
+    torch.testing.assert_close(found.taps, torch.cat(taps), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.teacher.probabilities, torch.cat(probabilities), rtol=1e-4, atol=1e-6)
+    choice = torch.cat(choices)
+    wanted = torch.where(t2d[choice], torch.searchsorted(kept, choice), -1)
+    assert found.teacher.choice.equal(wanted)
+
+
+def test_cached_features_are_the_online_ones_in_bfloat16(tiny_target, t2d, tmp_path):
+    batch = batch_of((0, 1), (2, 3))
+    layout = make_layout(batch, 2)
+    online = OnlineFeatures(tiny_target, TAPS, t2d, torch.float32)(batch, layout)
+    cached = store(tiny_target, t2d, tmp_path)(batch, layout)
+    torch.testing.assert_close(cached.taps.float(), online.taps, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(cached.teacher.probabilities, online.teacher.probabilities, rtol=2e-2, atol=1e-5)
+    assert cached.teacher.choice.equal(online.teacher.choice)
+
+
+def test_read_back_equals_computed_whatever_the_neighbours(tiny_target, t2d, tmp_path, monkeypatch):
+    first = store(tiny_target, t2d, tmp_path)
+    batch, layout = batch_of((0, 1, 2)), make_layout(batch_of((0, 1, 2)), 2)
+    fresh = first(batch, layout)
+    first.flush()
+    assert len(shards(tmp_path)) == 1
+    again = store(tiny_target, t2d, tmp_path)
+    monkeypatch.setattr(type(tiny_target), "hidden", None)  # any use of the target would raise
+    assert same(fresh, again(batch, layout))
+    other = batch_of((2, 0))
+    order = again(other, make_layout(other, 2)).taps
+    sizes = [len(r.prompt_ids) + len(r.response_ids) - 1 for r in RECORDS]
+    assert order[: sizes[2]].equal(fresh.taps[sizes[0] + sizes[1] :])
+
+
+def test_all_filler_batch(tiny_target, t2d, tmp_path):
+    batch = batch_of(())
+    found = store(tiny_target, t2d, tmp_path)(batch, make_layout(batch, 2))
+    assert found.taps.shape == (0, 192) and found.teacher.choice.shape == (0,)
+
+
+def test_shards_are_cut_by_size(tiny_target, t2d, tmp_path, monkeypatch):
+    monkeypatch.setattr(features_module, "SHARD_BYTES", 1)
+    source = store(tiny_target, t2d, tmp_path)
+    source(batch_of((0, 1)), make_layout(batch_of((0, 1)), 2))
+    assert len(shards(tmp_path)) == 2
+
+
+def test_other_taps_get_another_store(tiny_target, t2d, tmp_path):
+    one, other = store(tiny_target, t2d, tmp_path), store(tiny_target, t2d, tmp_path, taps=(1, 4, 5))
+    assert one.folder != other.folder
+    assert store(tiny_target, t2d, tmp_path, rank=1).folder == one.folder
+
+
+def test_a_flipped_byte_and_a_cut_file_are_named(tiny_target, t2d, tmp_path):
+    batch, layout = batch_of((0,)), make_layout(batch_of((0,)), 2)
+    source = store(tiny_target, t2d, tmp_path)
+    source(batch, layout)
+    source.flush()
+    path = shards(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(ArtifactError, match=f"{path.name}.*checksum.*Delete the file"):
+        store(tiny_target, t2d, tmp_path)(batch, layout)
+    path.write_bytes(data[:100])
+    with pytest.raises(ArtifactError, match=f"{path.name} is damaged.*Delete it"):
+        store(tiny_target, t2d, tmp_path)
+
+
+def test_a_disk_too_small_is_refused_with_both_sizes(tiny_target, t2d, tmp_path, monkeypatch):
+    source = store(tiny_target, t2d, tmp_path)
+    assert source.bytes_per_token() == 2 * 4 * 64
+    source.reserve(1000)
+    monkeypatch.setattr(features_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**6}))
+    with pytest.raises(ArtifactError, match=r"5.12 GB more, the disk has 0.00 GB free.*features=online"):
+        source.reserve(10**7)

@@ -1,0 +1,548 @@
+"""Collecting: resume after a kill at any byte, refusals, counts; packed sets; regeneration; magpie."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.progress import Progress
+
+from drafters import packed
+from drafters.artifacts import MANIFEST_NAME
+from drafters.chat import render_prompt, user_turn
+from drafters.config import BuiltinData, MagpieData
+from drafters.corpus import Prompt, ResponseRecord, load_prompts, read_records, record_line
+from drafters.errors import ArtifactError, ContractError, DataError
+from drafters.generation import record_seed
+from drafters.responses import (
+    PACKED_NAME,
+    RECORDS_NAME,
+    SETTINGS_NAME,
+    collect,
+    pack_responses,
+    read_responses,
+    regenerate_slice,
+)
+
+HASHES = {
+    "target": "stub",
+    "target_config_sha256": "c0",
+    "target_weights_sha256": "w0",
+    "tokenizer_sha256": "t0",
+    "chat_template_sha256": "m0",
+}
+
+
+@dataclass
+class StubTarget:
+    """What collecting reads of a Target; the tokenizer is real."""
+
+    tokenizer: object
+    fingerprint: dict[str, str] = field(default_factory=lambda: dict(HASHES))
+    name: str = "stub"
+    vocab_size: int = 512
+    eos_ids: tuple[int, ...] = (2,)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target) -> StubTarget:
+    return StubTarget(tiny_target.tokenizer, vocab_size=tiny_target.vocab_size, eos_ids=tiny_target.eos_ids)
+
+
+PROMPTS = [Prompt(f"p{i}", "chat", ({"role": "user", "content": f"say {i}"},)) for i in range(6)]
+CONFIG = BuiltinData(max_new_tokens=8)
+
+
+def answer(prompt_ids: Sequence[int], seed: int) -> list[int]:
+    """A deterministic stand-in for the model: depends on the prompt and the seed only."""
+    return [(sum(prompt_ids) + seed + k) % 500 + 3 for k in range(1 + seed % 7)]
+
+
+def reason(seed: int) -> str:
+    return ("stop", "length")[seed % 2]
+
+
+class Generator:
+    """Answers rows last to first, so that completion order is not prompt order; keeps what it was asked."""
+
+    def __init__(self, stop_after: int | None = None, kill: bool = False) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+        self.stop_after, self.kill = stop_after, kill
+
+    def __call__(self, rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
+        self.asked = list(rows)
+        for count, index in enumerate(reversed(range(len(rows)))):
+            if count == self.stop_after:
+                if self.kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise KeyboardInterrupt
+            yield index, answer(*rows[index]), reason(rows[index][1])
+
+
+@pytest.fixture(scope="module")
+def finished(target: StubTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    collect(PROMPTS, target, Generator(), CONFIG, folder, command="python distill.py")
+    return folder
+
+
+# ---- collecting -------------------------------------------------------------------------------------------
+
+
+def test_records_hold_exact_ids_in_prompt_order(target: StubTarget, tmp_path: Path) -> None:
+    found = collect(PROMPTS, target, Generator(), CONFIG, tmp_path, command="python distill.py")
+    for prompt, record in zip(PROMPTS, found.records, strict=True):
+        ids = render_prompt(target.tokenizer, prompt.messages)
+        seed = record_seed(0, prompt.id)
+        assert record == ResponseRecord(prompt.id, "chat", ids, answer(ids, seed), reason(seed), 0.0, seed)
+    assert list(read_records(tmp_path / RECORDS_NAME)) == found.records
+
+
+def test_manifest_states_settings_counts_and_command(finished: Path) -> None:
+    meta = read_responses(finished).meta
+    records = read_responses(finished).records
+    assert meta["command"] == "python distill.py"
+    assert {record.finish_reason for record in records} == {"stop", "length"}
+    assert meta["counts"] == {
+        "records": 6,
+        "prompt_tokens": sum(len(record.prompt_ids) for record in records),
+        "response_tokens": sum(len(record.response_ids) for record in records),
+        "stopped": sum(record.finish_reason == "stop" for record in records),
+        "cut_at_length": sum(record.finish_reason == "length" for record in records),
+        "dropped_too_long": 0,
+    }
+    settings = meta["settings"]
+    assert {name: settings[name] for name in HASHES} == HASHES
+    assert (settings["data.source"], settings["data.temperature"], settings["data.max_new_tokens"]) == (
+        "builtin",
+        0.0,
+        8,
+    )
+    assert (settings["data.max_prompt_tokens"], settings["data.seed"], settings["prompts"]) == (512, 0, 6)
+
+
+def test_seeds_depend_on_run_and_id_only() -> None:
+    seeds = {record_seed(seed, name) for seed in range(5) for name in ("a", "b", "c")}
+    assert len(seeds) == 15 and all(0 <= seed < 2**31 for seed in seeds)
+    assert record_seed(0, "p0") == 1716657539
+
+
+def test_a_finished_folder_is_not_collected_again(finished: Path, target: StubTarget) -> None:
+    before = (finished / RECORDS_NAME).read_bytes()
+    again = Generator()
+    found = collect(PROMPTS, target, again, CONFIG, finished)
+    assert again.asked == [] and found.meta["command"] == "python distill.py"
+    assert (finished / RECORDS_NAME).read_bytes() == before
+
+
+def test_too_long_prompts_are_left_out_and_counted(target: StubTarget, tmp_path: Path, caplog) -> None:
+    long = Prompt("long", "chat", ({"role": "user", "content": "words " * 300},))
+    found = collect([*PROMPTS, long], target, Generator(), CONFIG, tmp_path)
+    assert [record.id for record in found.records] == [prompt.id for prompt in PROMPTS]
+    assert found.meta["counts"]["dropped_too_long"] == 1
+    assert "1 prompts longer than data.max_prompt_tokens=512" in caplog.text
+
+
+def test_a_prompt_of_exactly_the_limit_is_kept(target: StubTarget, tmp_path: Path) -> None:
+    limit = len(render_prompt(target.tokenizer, PROMPTS[0].messages))
+    at = collect(PROMPTS, target, Generator(), replace(CONFIG, max_prompt_tokens=limit), tmp_path / "at")
+    assert len(at.records) == 6
+    with pytest.raises(DataError, match=f"none of 6 prompts is within data.max_prompt_tokens={limit - 1}"):
+        collect(
+            PROMPTS, target, Generator(), replace(CONFIG, max_prompt_tokens=limit - 1), tmp_path / "below"
+        )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_killed_at_any_byte_the_same_command_gives_the_same_file(
+    finished: Path, target: StubTarget, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Records are on disk in completion order when the process dies in the middle of a line."""
+    folder = tmp_path_factory.mktemp("killed")
+    shutil.copy(finished / SETTINGS_NAME, folder)
+    lines = (finished / RECORDS_NAME).read_bytes().splitlines(keepends=True)
+    written = b"".join(data.draw(st.permutations(lines)))
+    cut = data.draw(st.integers(0, len(written)))
+    (folder / RECORDS_NAME).write_bytes(written[:cut])
+    resumed = Generator()
+    found = collect(PROMPTS, target, resumed, CONFIG, folder, command="python distill.py")
+    assert len(resumed.asked) == 6 - written[:cut].count(b"\n")
+    assert (folder / RECORDS_NAME).read_bytes() == (finished / RECORDS_NAME).read_bytes()
+    assert found.meta == read_responses(finished).meta
+
+
+@pytest.mark.parametrize("answered", [0, 1, 4])
+def test_kill_9_and_the_same_command_again(
+    finished: Path, target: StubTarget, tmp_path: Path, answered: int
+) -> None:
+    child = os.fork()
+    if child == 0:
+        collect(PROMPTS, target, Generator(stop_after=answered, kill=True), CONFIG, tmp_path)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not (tmp_path / MANIFEST_NAME).exists()
+    with pytest.raises(ArtifactError, match=r"begun but not finished.*same distill\.py command"):
+        read_responses(tmp_path)
+    resumed = Generator()
+    collect(PROMPTS, target, resumed, CONFIG, tmp_path)
+    assert len(resumed.asked) == 6 - answered
+    assert (tmp_path / RECORDS_NAME).read_bytes() == (finished / RECORDS_NAME).read_bytes()
+
+
+def test_killed_while_finishing(finished: Path, target: StubTarget, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(finished, folder)
+    (folder / MANIFEST_NAME).unlink()
+    (folder / f".{RECORDS_NAME}.tmp").write_bytes(b'{"id":')
+    again = Generator()
+    collect(PROMPTS, target, again, CONFIG, folder)
+    assert again.asked == []
+    assert (folder / RECORDS_NAME).read_bytes() == (finished / RECORDS_NAME).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"temperature": 0.5},
+            r"data\.temperature=0\.0, this run has data\.temperature=0\.5\. Set data\.temp.*=0\.0",
+        ),
+        ({"max_new_tokens": 9}, r"data\.max_new_tokens=8, this run has data\.max_new_tokens=9"),
+        ({"max_prompt_tokens": 99}, r"data\.max_prompt_tokens=512, this run has data\.max_prompt_tokens=99"),
+        ({"seed": 1}, r"data\.seed=0, this run has data\.seed=1"),
+    ],
+)
+@pytest.mark.parametrize("complete", [True, False])
+def test_other_settings_are_refused(
+    finished: Path, target: StubTarget, tmp_path: Path, change: dict, message: str, complete: bool
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(finished, folder)
+    if not complete:
+        (folder / MANIFEST_NAME).unlink()
+    with pytest.raises(ContractError, match=message + ".*another output_dir"):
+        collect(PROMPTS, target, Generator(), replace(CONFIG, **change), folder)
+    assert (folder / RECORDS_NAME).read_bytes() == (finished / RECORDS_NAME).read_bytes()
+
+
+@pytest.mark.parametrize("name", [name for name in HASHES if name != "target"])
+def test_another_target_is_refused(finished: Path, target: StubTarget, name: str) -> None:
+    other = replace(target, fingerprint={**HASHES, name: "zz"})
+    with pytest.raises(ContractError, match=f"begun with {name}={HASHES[name]}, this run has {name}=zz"):
+        collect(PROMPTS, other, Generator(), CONFIG, finished)
+    with pytest.raises(
+        ContractError, match=f"{name} is {HASHES[name]} .*target 'stub' has zz.*data.responses=null"
+    ):
+        read_responses(finished).require_target(other)
+
+
+def test_the_same_target_under_another_path_is_accepted(finished: Path, target: StubTarget) -> None:
+    moved = replace(target, fingerprint={**HASHES, "target": "/elsewhere"})
+    read_responses(finished).require_target(moved)
+    assert len(collect(PROMPTS, moved, Generator(), CONFIG, finished).records) == 6
+
+
+def test_other_prompts_are_refused(finished: Path, target: StubTarget) -> None:
+    with pytest.raises(ContractError, match="begun with prompts=6, this run has prompts=5"):
+        collect(PROMPTS[:5], target, Generator(), CONFIG, finished)
+    changed = [*PROMPTS[:5], replace(PROMPTS[5], messages=({"role": "user", "content": "other"},))]
+    with pytest.raises(ContractError, match="begun with prompts_sha256="):
+        collect(changed, target, Generator(), CONFIG, finished)
+
+
+def test_records_without_settings_are_refused(target: StubTarget, tmp_path: Path) -> None:
+    (tmp_path / RECORDS_NAME).write_text("")
+    with pytest.raises(ArtifactError, match=r"responses\.jsonl but no settings\.json"):
+        collect(PROMPTS, target, Generator(), CONFIG, tmp_path)
+
+
+def test_settings_of_another_version_are_refused(target: StubTarget, tmp_path: Path) -> None:
+    (tmp_path / SETTINGS_NAME).write_text(json.dumps(HASHES))
+    with pytest.raises(
+        ContractError, match=r"settings\.json lacks data\.source; it was written by another version"
+    ):
+        collect(PROMPTS, target, Generator(), CONFIG, tmp_path)
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [3, 512]])
+def test_impossible_ids_are_refused(target: StubTarget, tmp_path: Path, ids: list[int]) -> None:
+    with pytest.raises(
+        DataError, match=r"record p0: the generator returned .* expected at least one id in 0\.\.511"
+    ):
+        collect(PROMPTS, target, lambda rows: iter([(0, ids, "stop")]), CONFIG, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ([(0, [3], "stop")], r"1 records for 6 prompts \(missing \['p1', 'p2', 'p3'\]"),
+        ([(0, [3], "stop")] * 2, "record 'p0' occurs twice"),
+        ([(0, [3], "eos")], "finish_reason is 'eos'"),
+    ],
+)
+def test_an_unfaithful_generator_is_refused(
+    target: StubTarget, tmp_path: Path, out: list, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        collect(PROMPTS, target, lambda rows: iter(out), CONFIG, tmp_path)
+    assert not (tmp_path / MANIFEST_NAME).exists()
+
+
+def test_a_record_nobody_asked_for_is_refused(finished: Path, target: StubTarget, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(finished, folder)
+    (folder / MANIFEST_NAME).unlink()
+    strange = replace(read_responses(finished).records[0], id="strange")
+    with (folder / RECORDS_NAME).open("a") as file:
+        file.write(record_line(strange))
+    with pytest.raises(DataError, match=r"7 records for 6 prompts \(missing \[\], unasked \['strange'\]"):
+        collect(PROMPTS, target, Generator(), CONFIG, folder)
+
+
+def test_progress_bar_counts_what_is_there_and_what_comes(
+    finished: Path, target: StubTarget, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        collect(PROMPTS, target, Generator(stop_after=2), CONFIG, tmp_path)
+    progress = Progress(disable=True)
+    collect(PROMPTS, target, Generator(stop_after=None), CONFIG, tmp_path, progress=progress)
+    (task,) = progress.tasks
+    assert (task.description, task.completed, task.total) == ("responses", 6, 6)
+
+
+def test_without_a_bar_the_end_is_logged(target: StubTarget, tmp_path: Path, caplog) -> None:
+    with caplog.at_level("INFO"):
+        collect(PROMPTS, target, Generator(), CONFIG, tmp_path)
+    assert "responses: 6/6 rows" in caplog.text
+
+
+# ---- packed sets ------------------------------------------------------------------------------------------
+
+
+def test_a_packed_folder_reads_back_equal(finished: Path, tmp_path: Path) -> None:
+    dest = pack_responses(finished, tmp_path / "packed")
+    assert sorted(path.name for path in dest.iterdir()) == [MANIFEST_NAME, PACKED_NAME]
+    before, after = read_responses(finished), read_responses(dest)
+    assert after.records == before.records and after.meta == before.meta
+    twice = pack_responses(dest, tmp_path / "twice")
+    assert (twice / PACKED_NAME).read_bytes() == (dest / PACKED_NAME).read_bytes()
+
+
+RECORDS = st.lists(
+    st.builds(
+        ResponseRecord,
+        id=st.text(max_size=6),
+        category=st.sampled_from(["chat", "code"]),
+        prompt_ids=st.lists(st.integers(0, 2**16 - 1), max_size=5),
+        response_ids=st.lists(st.integers(0, 2**16 - 1), max_size=5),
+        finish_reason=st.sampled_from(["stop", "length"]),
+        temperature=st.floats(0, 2),
+        seed=st.integers(0, 2**62),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=20, deadline=None)  # each opens the compressor's 64 MiB window
+@given(RECORDS, st.booleans())
+def test_packing_is_lossless(records: list[ResponseRecord], large: bool) -> None:
+    if large and records:  # an id beyond two bytes
+        records = [replace(records[0], response_ids=[200_000, 2**31]), *records[1:]]
+    assert packed.decode(packed.encode(records), "set") == records
+
+
+def test_packed_ids_take_under_two_bytes() -> None:
+    # Zipf-like ids without repeated phrases: real text is easier (1.1 bytes per response token on SmolLM2's).
+    ids = [int(49_000 / (1 + (k * 7919) % 3001)) for k in range(6000)]
+    records = [
+        ResponseRecord(f"r{i}", "chat", [1, 9690, 198], ids[i * 100 : i * 100 + 100], "stop", 0.0, i)
+        for i in range(60)
+    ]
+    assert len(packed.encode(records)) < 2 * 6000
+
+
+def damaged(data: bytes) -> dict[str, bytes]:
+    plain = lzma.decompress(data)
+    return {
+        "cut": data[: len(data) // 2],
+        "foreign": b"hello",
+        "no safetensors": lzma.compress(b"hello"),
+        "other version": lzma.compress(plain.replace(b'version\\": 1', b'version\\": 9')),
+        "no column": lzma.compress(plain.replace(b'category\\"', b'categorx\\"')),
+        "no tensor": lzma.compress(plain.replace(b'"prompt_ids"', b'"prompt_xds"')),
+    }
+
+
+@pytest.mark.parametrize("kind", damaged(packed.encode([])))
+def test_damaged_packed_sets_are_refused(finished: Path, kind: str) -> None:
+    data = packed.encode(read_responses(finished).records)
+    assert packed.decode(data, "set.xz") == read_responses(finished).records
+    with pytest.raises(ArtifactError, match=r"set\.xz"):
+        packed.decode(damaged(data)[kind], "set.xz")
+
+
+def test_lengths_that_do_not_add_up_are_refused(finished: Path) -> None:
+    from safetensors.numpy import load, save
+
+    plain = lzma.decompress(packed.encode(read_responses(finished).records))
+    tensors = load(plain)
+    tensors["response_lengths"] = tensors["response_lengths"] + 1
+    metadata = json.loads(plain[8 : 8 + int.from_bytes(plain[:8], "little")])["__metadata__"]
+    with pytest.raises(ArtifactError, match="lengths add up to"):
+        packed.decode(lzma.compress(save(tensors, metadata=metadata)), "set.xz")
+
+
+def test_a_changed_byte_is_named(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(finished, folder)
+    path = folder / RECORDS_NAME
+    path.write_bytes(path.read_bytes().replace(b'"chat"', b'"chaT"', 1))
+    with pytest.raises(ArtifactError, match=r"responses\.jsonl: sha256"):
+        read_responses(folder)
+
+
+def test_a_manifest_with_another_count_is_refused(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(finished, folder)
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    manifest["counts"]["records"] = 7
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match=r"6 records, manifest\.json says 7"):
+        read_responses(folder)
+
+
+# ---- regenerating -----------------------------------------------------------------------------------------
+
+
+def test_a_regenerated_slice_is_equal(finished: Path) -> None:
+    records = read_responses(finished).records
+    generator = Generator()
+    assert regenerate_slice(records, generator, 3) == (3, 3)
+    assert generator.asked == [(records[i].prompt_ids, records[i].seed) for i in (0, 2, 4)]
+    assert regenerate_slice(records, Generator(), 100) == (6, 6)
+
+
+@pytest.mark.parametrize("change", ["last", "shorter", "longer"])
+def test_one_other_token_is_seen(finished: Path, caplog, change: str) -> None:
+    records = read_responses(finished).records
+
+    def generate(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
+        for index, ids, why in Generator()(rows):
+            if index == 1:
+                ids = {"last": ids[:-1] + [ids[-1] + 1], "shorter": ids[:-1], "longer": ids + [3]}[change]
+            yield index, ids, why
+
+    assert regenerate_slice(records, generate, 6) == (5, 6)
+    at = len(records[1].response_ids) - (change != "longer")
+    assert f"record p1: regenerated response differs from token {at} on" in caplog.text
+
+
+def test_answers_that_do_not_come_are_not_equal(finished: Path) -> None:
+    records = read_responses(finished).records
+    assert regenerate_slice(records, lambda rows: iter(list(Generator()(rows))[:2]), 4) == (2, 4)
+
+
+# ---- magpie -----------------------------------------------------------------------------------------------
+
+MAGPIE = MagpieData(num_prompts=6, max_new_tokens=8)
+# (words, ended by the target); the fourth repeats the first, the fifth is empty, the sixth never ends.
+TURNS = [
+    ("tell me\u2028a joke", True),
+    ("how are you", True),
+    ("write", True),
+    (" tell me\u2028a joke ", True),
+    (" ", True),
+    ("and so on and", False),
+]
+
+
+class UserTurns(Generator):
+    """Writes TURNS after the user prefix of each magpie prompt that is asked for."""
+
+    def __init__(self, target: StubTarget, stop_after: int | None = None) -> None:
+        super().__init__(stop_after)
+        self.target = target
+        self.texts = {record_seed(0, f"user/magpie-{i:06d}"): turn for i, turn in enumerate(TURNS)}
+
+    def __call__(self, rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
+        for index, _, _ in super().__call__(rows):
+            text, ended = self.texts[rows[index][1]]
+            ids = self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
+            yield index, ids + [self.target.eos_ids[0]] * ended, "stop" if ended else "length"
+
+
+def collect_magpie(target: StubTarget, folder: Path, turns: UserTurns, answers: Generator):
+    return collect(load_prompts(MAGPIE), target, answers, MAGPIE, folder, generate_user_turn=turns)
+
+
+def test_magpie_writes_both_turns(target: StubTarget, tmp_path: Path) -> None:
+    turns, answers = UserTurns(target), Generator()
+    found = collect_magpie(target, tmp_path, turns, answers)
+    prefix = list(user_turn(target.tokenizer).prefix_ids)
+    assert [ids for ids, _ in turns.asked] == [prefix] * 6
+    texts = ["tell me\u2028a joke", "how are you", "write"]
+    expected = [render_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    assert [record.prompt_ids for record in found.records] == expected
+    assert [record.id for record in found.records] == ["magpie-000000", "magpie-000001", "magpie-000002"]
+    assert found.meta["counts"]["dropped_without_user_turn"] == 2
+    assert found.meta["counts"]["dropped_repeated_user_turn"] == 1
+    assert found.meta["settings"]["data.user_temperature"] == 1.0
+
+
+@pytest.mark.parametrize(("turns_done", "answers_done"), [(0, 0), (3, 0), (None, 0), (None, 2)])
+def test_magpie_resumes_in_either_turn(
+    target: StubTarget, tmp_path: Path, turns_done: int | None, answers_done: int
+) -> None:
+    whole = collect_magpie(target, tmp_path / "whole", UserTurns(target), Generator())
+    folder = tmp_path / "killed"
+    with pytest.raises(KeyboardInterrupt):
+        collect_magpie(target, folder, UserTurns(target, turns_done), Generator(answers_done))
+    with (folder / "user_turns.jsonl").open("ab") as file:
+        file.write(b'{"id": "magpie-0000')  # the line being written when the process died
+    turns, answers = UserTurns(target), Generator()
+    resumed = collect_magpie(target, folder, turns, answers)
+    assert resumed.records == whole.records and resumed.meta == whole.meta
+    assert (len(turns.asked), len(answers.asked)) == (
+        6 - (6 if turns_done is None else turns_done),
+        3 - answers_done,
+    )
+
+
+def test_magpie_ends_a_turn_at_the_templates_own_end(target: StubTarget, tmp_path: Path) -> None:
+    """A target that writes on past the end of the user turn is cut there even when no end id stopped it."""
+    end = user_turn(target.tokenizer).end_text
+
+    def turns(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
+        for index in range(len(rows)):
+            yield (
+                index,
+                target.tokenizer(f"q{index}{end}\nmore", add_special_tokens=False)["input_ids"],
+                "length",
+            )
+
+    found = collect(load_prompts(MAGPIE), target, Generator(), MAGPIE, tmp_path, generate_user_turn=turns)
+    expected = [render_prompt(target.tokenizer, [{"role": "user", "content": f"q{i}"}]) for i in range(6)]
+    assert [record.prompt_ids for record in found.records] == expected
+
+
+def test_magpie_without_any_turn_is_an_error(target: StubTarget, tmp_path: Path) -> None:
+    def turns(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
+        yield from ((index, [40], "length") for index in range(len(rows)))
+
+    with pytest.raises(DataError, match=r"none of 6 sampled user turns.*data\.max_prompt_tokens"):
+        collect(load_prompts(MAGPIE), target, Generator(), MAGPIE, tmp_path, generate_user_turn=turns)
+
+
+def test_magpie_needs_a_generator_of_user_turns(target: StubTarget, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needs a generator of user turns"):
+        collect(load_prompts(MAGPIE), target, Generator(), MAGPIE, tmp_path)

@@ -1,0 +1,61 @@
+"""transformers' own generate does the same work as plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+from drafters.config import TargetConfig
+from drafters.target import Target
+from runtime import Engine, SamplingParams
+from runtime.peer import TransformersPeer
+from tests.runtime.oracle import NEW, PROMPTS
+
+
+@pytest.fixture(scope="module")
+def plain_answers(tiny_target):
+    engine = Engine.load(tiny_target, "none")
+    return engine.generate([list(p.messages) for p in PROMPTS], SamplingParams(NEW))
+
+
+def test_transformers_gives_plain_decodings_ids(tiny_target, plain_answers):
+    peer = TransformersPeer(tiny_target)
+    prompts = [answer.prompt_ids for answer in plain_answers]
+    assert len({len(ids) for ids in prompts}) == 3  # so that the batch below is padded
+    expected = [answer.token_ids for answer in plain_answers]
+    assert peer.generate(prompts, [SamplingParams(NEW)] * 3) == expected
+    assert peer.generate(prompts[:1], [SamplingParams(4)]) == [expected[0][:4]]
+
+
+def test_transformers_ends_at_the_same_ids(tiny_target, plain_answers):
+    first, second = plain_answers[0], plain_answers[1]
+    ending = dataclasses.replace(tiny_target, eos_ids=(first.token_ids[3],))
+    prompts = [first.prompt_ids, second.prompt_ids]
+    ours = Engine.load(ending, "none").generate(prompts, SamplingParams(NEW))
+    assert ours[0].finish_reason == "stop"
+    theirs = TransformersPeer(ending).generate(prompts, [SamplingParams(NEW)] * 2)
+    assert theirs == [answer.token_ids for answer in ours]
+
+
+def test_transformers_ignores_the_models_own_defaults(tiny_folder, tmp_path, plain_answers):
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_folder, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 9.0}))
+    cfg = TargetConfig(name="tiny", path=str(folder), dtype="float32", device="cpu")
+    peer = TransformersPeer(Target.load(cfg))
+    answer = plain_answers[0]
+    assert peer.generate([answer.prompt_ids], [SamplingParams(NEW)]) == [answer.token_ids]
+
+
+def test_transformers_samples_at_a_temperature_and_leaves_the_global_seed_alone(tiny_target, plain_answers):
+    peer = TransformersPeer(tiny_target)
+    ids = plain_answers[0].prompt_ids
+    before = torch.random.get_rng_state()
+    one, same, other = (peer.generate([ids], [SamplingParams(NEW, 1.0, seed)]) for seed in (1, 1, 2))
+    assert one == same != other
+    assert torch.equal(before, torch.random.get_rng_state())

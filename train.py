@@ -1,0 +1,27 @@
+"""Train one drafter, end to end: collect what is missing, train, export, measure. See --help."""
+
+from __future__ import annotations
+
+import hydra
+from rich.console import Console
+
+from drafters import cli
+from drafters.config import TrainRun
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@cli.job
+def main(run: TrainRun, console: Console) -> None:
+    # Imported here: a wrong setting or --help must not wait for torch.
+    if run.plan:
+        from drafters.plan import run_plan
+
+        run_plan(run, console)
+    else:
+        from runtime.pipeline import run_train
+
+        run_train(run, console)
+
+
+if __name__ == "__main__":
+    cli.launch(main, "train")
