@@ -11,15 +11,21 @@ from drafters.config import RUNS
 from drafters.config_check import leaves
 from tests.helpers import CONF, settings
 
+TARGET = """
+    target: name path revision dtype device license kept_responses
+    target.wheel: package version filename sha256 gguf gguf_sha256
+    target.random: seed hidden_size intermediate_size num_layers num_heads num_kv_heads vocab_size
+    target.facts: hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim vocab_size
+    target.facts: tie_word_embeddings
+"""
 SETTINGS = {
     "train": """
-        target: name path revision dtype device license
-        target.wheel: package version filename sha256 gguf gguf_sha256
-        target.random: seed hidden_size intermediate_size num_layers num_heads num_kv_heads vocab_size
-        target.facts: hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim vocab_size tie_word_embeddings
-        drafter: family draft_vocab_size ttt_steps ttt_decay curriculum fc_norm norm_output hidden_size intermediate_size num_heads num_kv_heads head_dim taps warm_start train_lm_head
-        data: source responses num_prompts max_prompt_tokens max_new_tokens temperature seed batch_size eval_prompts user_temperature path dataset split config revision columns
-        trainer: epochs max_steps tokens_per_step row_length features learning_rate betas weight_decay warmup_ratio min_lr_ratio clip_grad dtype eval_every save_every log_every seed num_threads
+        drafter: family draft_vocab_size ttt_steps ttt_decay curriculum fc_norm norm_output hidden_size
+        drafter: intermediate_size num_heads num_kv_heads head_dim taps warm_start train_lm_head
+        data: source responses num_prompts max_prompt_tokens max_new_tokens temperature seed batch_size
+        data: eval_prompts user_temperature path dataset split config revision columns
+        trainer: epochs max_steps tokens_per_step row_length features learning_rate betas weight_decay
+        trainer: warmup_ratio min_lr_ratio clip_grad dtype eval_every save_every log_every seed num_threads
         deepspeed: zero_stage
         runtime: num_draft_tokens depth top_k batch_size max_length
         eval: prompts num_prompts max_new_tokens compare_transformers check_identity
@@ -27,18 +33,11 @@ SETTINGS = {
         .: output_dir resume init_from plan
     """,
     "distill": """
-        target: name path revision dtype device license
-        target.wheel: package version filename sha256 gguf gguf_sha256
-        target.random: seed hidden_size intermediate_size num_layers num_heads num_kv_heads vocab_size
-        target.facts: hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim vocab_size tie_word_embeddings
-        data: source responses num_prompts max_prompt_tokens max_new_tokens temperature seed batch_size eval_prompts user_temperature path dataset split config revision columns
+        data: source responses num_prompts max_prompt_tokens max_new_tokens temperature seed batch_size
+        data: eval_prompts user_temperature path dataset split config revision columns
         .: output_dir inspect
     """,
     "serve": """
-        target: name path revision dtype device license
-        target.wheel: package version filename sha256 gguf gguf_sha256
-        target.random: seed hidden_size intermediate_size num_layers num_heads num_kv_heads vocab_size
-        target.facts: hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim vocab_size tie_word_embeddings
         drafter: path
         runtime: num_draft_tokens depth top_k batch_size max_length
         eval: prompts num_prompts max_new_tokens compare_transformers check_identity
@@ -57,7 +56,9 @@ REPORT_KEYS = """
 @pytest.mark.parametrize("script", list(RUNS))
 def test_settings_keep_their_names(script):
     frozen = set()
-    for line in SETTINGS[script].strip().splitlines():
+    for line in f"{TARGET}{SETTINGS[script]}".split("\n"):
+        if not line.strip():
+            continue
         section, _, names = line.strip().partition(": ")
         frozen |= {name if section == "." else f"{section}.{name}" for name in names.split()}
     assert {path for path, _, _ in leaves(RUNS[script])} == frozen

@@ -95,6 +95,7 @@ class TargetConfig(Section):
     dtype: str = option("auto", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     license: str = ""
+    kept_responses: str | None = None  # its answers kept in the repository: train.py takes them when no data.* is set
     wheel: WheelSource | None = None
     random: RandomSource | None = None
     facts: TargetFacts | None = None

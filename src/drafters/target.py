@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -157,12 +158,19 @@ class Target:
     def fingerprint(self) -> dict[str, str]:
         """Hashes that tie an artifact to this target; the weights' hash is of the files, whatever the dtype."""
         return {
-            "target": self.config.path or self.config.name,
-            "target_config_sha256": hash_config(self.model.config.to_dict()),
+            "target": self._label,
+            # Of the file, not of the loaded object: a transformers upgrade adds defaults to the latter.
+            "target_config_sha256": hash_config(json.loads((self.folder / "config.json").read_text())),
             "target_weights_sha256": hash_weights(self.folder),
             "tokenizer_sha256": hash_tokenizer(self.tokenizer),
             "chat_template_sha256": hash_template(self.tokenizer),
         }
+
+    @property
+    def _label(self) -> str:
+        """A hub id as it is; a local folder by the target's name, for its path means nothing elsewhere."""
+        path = self.config.path
+        return self.config.name if path is None or Path(path).expanduser().is_dir() else path
 
     def _check_head(self) -> None:
         """Some models scale or cap logits after the head; drafters would then learn from other numbers."""

@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from drafters.artifacts import read_manifest, write_folder
+from drafters.artifacts import verify_folder, write_folder
 from drafters.config import RandomSource, TargetConfig, WheelSource
 from drafters.errors import ArtifactError, TargetError
 
@@ -47,10 +47,10 @@ def _cached(name: str, build) -> Path:
     folder = cache_dir() / "targets" / name
     if folder.exists():
         try:
-            read_manifest(folder, KIND)
+            verify_folder(folder, KIND)
             return folder
         except ArtifactError as error:
-            log.warning("rebuilding %s: %s", folder, error)
+            log.warning("making %s again: %s", folder, error)
     folder.parent.mkdir(parents=True, exist_ok=True)
     return write_folder(folder, build, KIND, {})
 

@@ -57,7 +57,9 @@ def load_proposer(drafter: object, target: Target, config: EngineConfig) -> Prop
 
 def _eagle(model: Eagle3Drafter, taps: tuple[int, ...], target: Target, config: EngineConfig) -> EagleProposer:
     model.bind_embedding(target.embed_weight)
-    model.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    model.to(target.device).eval().requires_grad_(False)
+    for parameter in model.parameters():  # not model.to(dtype): rotary frequencies stay fp32
+        parameter.data = parameter.data.to(target.dtype)
     pack_linears(model)
     return EagleProposer(model, taps, config.top_k, config.depth)
 

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from drafters import chat as chat_templates
 from drafters import checkpoint
 from drafters.artifacts import MANIFEST_NAME, read_manifest, verify_folder, write_folder
-from drafters.config import DataConfig, DistillRun, Eagle3Config, MagpieData, SamplingConfig, ServeRun, TrainRun
+from drafters.config import BuiltinData, DataConfig, DistillRun, Eagle3Config, MagpieData, SamplingConfig, ServeRun, TrainRun
 from drafters.config_check import to_dict
 from drafters.contract import Contract, read_contract, require_equal
 from drafters.corpus import Prompt, ResponseRecord, load_prompts
@@ -121,24 +121,28 @@ def find_responses(run: TrainRun, console: Console) -> ResponseSet:
     Uses a target of its own and drops it: decoding lays weights out in another way, and what training computes must
     not depend on whether this process collected anything.
     """
-    if run.data.responses is None:
+    given = run.data.responses
+    if run.data == BuiltinData() and run.target.kept_responses is not None:
+        given = run.target.kept_responses
+        log.info("training on the answers kept in %s; with any data.* setting the target answers anew", given)
+    if given is None:
         folder = Path(run.output_dir) / "responses"
         if int(os.environ.get("RANK", "0")) == 0:
             return collect_responses(run.data, Target.load(run.target), folder, console)
         while not (folder / MANIFEST_NAME).exists():
             time.sleep(POLL_SECONDS)
         return read_responses(folder)
-    found = read_responses(Path(run.data.responses).expanduser())
+    found = read_responses(Path(given).expanduser())
     if int(os.environ.get("RANK", "0")) == 0:
-        check_responses(found, Target.load(run.target), run.data.batch_size)
+        check_responses(found, Target.load(run.target))
     return found
 
 
-def check_responses(found: ResponseSet, target: Target, batch_size: int) -> tuple[int, int]:
+def check_responses(found: ResponseSet, target: Target) -> tuple[int, int]:
     """Refuse responses of another target, answer a few again and log how many are token-equal: (equal, compared)."""
     found.require_target(target)
     settings = found.meta["settings"]
-    engine = Engine.load(target, "none", batch_size=batch_size)
+    engine = Engine.load(target, "none", batch_size=REGENERATED)
     again = generator(engine, settings["data.temperature"], settings["data.max_new_tokens"])
     equal, compared = regenerate_slice(found.records, again, REGENERATED)
     log.info("%s: %d of %d responses generated again are token-equal", found.folder, equal, compared)

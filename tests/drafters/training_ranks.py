@@ -11,8 +11,9 @@ from tests.drafters.training_setup import make_records, run_settings, run_traini
 
 
 def main() -> None:
-    """Train one step; where and how is in the environment."""
+    """Train one step at each ZeRO stage; where and how is in the environment."""
     where = os.environ["RANKS_TARGET"]
     target = Target.load(TargetConfig(name="tiny-random", dtype="float32", device="cpu", path=where))
-    cfg = run_settings(target, max_steps=1, zero_stage=int(os.environ["RANKS_STAGE"]))
-    run_training(target, make_records(12), cfg, Path(os.environ["RANKS_OUT"]))
+    for stage in os.environ["RANKS_STAGES"].split():
+        cfg = run_settings(target, max_steps=1, tokens_per_step=160, zero_stage=int(stage))
+        run_training(target, make_records(12), cfg, Path(os.environ["RANKS_OUT"]) / stage)

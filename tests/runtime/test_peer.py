@@ -33,12 +33,17 @@ def test_transformers_gives_plain_decodings_ids(tiny_target, plain_answers):
 
 def test_transformers_ends_at_the_same_ids(tiny_target, plain_answers):
     first, second = plain_answers[0], plain_answers[1]
-    ending = dataclasses.replace(tiny_target, eos_ids=(first.token_ids[3],))
+    end = next(i for i in range(2, NEW) if first.token_ids[i] not in first.token_ids[:i])
+    ending = dataclasses.replace(tiny_target, eos_ids=(first.token_ids[end],))
     prompts = [first.prompt_ids, second.prompt_ids]
     ours = Engine.load(ending, "none").generate(prompts, SamplingParams(NEW))
-    assert ours[0].finish_reason == "stop"
-    theirs = TransformersPeer(ending).generate(prompts, [SamplingParams(NEW)] * 2)
-    assert theirs == [answer.token_ids for answer in ours]
+    assert (ours[0].finish_reason, len(ours[0].token_ids)) == ("stop", end + 1)
+    peer = TransformersPeer(ending)
+    assert peer.generate(prompts, [SamplingParams(NEW)] * 2) == [answer.token_ids for answer in ours]
+    forwards = []
+    peer.model.register_forward_hook(lambda *_: forwards.append(1))
+    peer.generate(prompts[:1], [SamplingParams(NEW)])
+    assert len(forwards) == end + 1  # cutting the text afterwards would not give the time back
 
 
 def test_transformers_ignores_the_models_own_defaults(tiny_folder, tmp_path, plain_answers):
