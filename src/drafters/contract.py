@@ -46,7 +46,7 @@ _WAY_OUT = {
     "feature_shift": "Use the Outrider version that wrote it, or train anew.",
     "dtype": "Set target.dtype={value}, or train anew in another output_dir.",
     "rope": "Use the rope settings it was made with, or train anew.",
-    "max_length": "Set data.max_length={value}, or train anew in another output_dir.",
+    "max_length": "Set trainer.row_length={value}, or train anew in another output_dir.",
     "draft_vocab_sha256": "Use the responses and drafter.draft_vocab_size it was made with, or train anew.",
 }
 

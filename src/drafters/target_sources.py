@@ -18,6 +18,7 @@ from drafters.errors import ArtifactError, TargetError
 
 log = logging.getLogger(__name__)
 KIND = "target"
+HUB_TIMEOUT = 10  # seconds to wait for the hub's first answer
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -166,14 +167,19 @@ def _from_path(cfg: TargetConfig) -> Path:
 
 
 def _from_hub(cfg: TargetConfig) -> Path:
-    from huggingface_hub import snapshot_download
+    """Snapshot of a hub model; the local hub cache serves when the hub cannot be reached."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
     from huggingface_hub.errors import (
-        GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
     where = f"target.path {cfg.path!r}" + (f" at target.revision {cfg.revision!r}" if cfg.revision else "")
     try:
+        # Asked first because it tries once; the download goes on trying for half a minute.
+        get_hf_file_metadata(hf_hub_url(cfg.path, "config.json", revision=cfg.revision), timeout=HUB_TIMEOUT)
         return Path(snapshot_download(cfg.path, revision=cfg.revision, allow_patterns=HUB_FILES))
     except GatedRepoError as error:
         raise TargetError(
@@ -185,11 +191,17 @@ def _from_hub(cfg: TargetConfig) -> Path:
         raise TargetError(
             f"{where} does not exist on the hub, or is private. Check the spelling, or set HF_TOKEN."
         ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+    except Exception as error:
+        # DNS, proxy and server trouble come as many kinds, from whichever HTTP library the hub client uses.
+        reason = type(error).__name__
+    try:
+        kept = snapshot_download(cfg.path, revision=cfg.revision, allow_patterns=HUB_FILES, local_files_only=True)
+    except LocalEntryNotFoundError as error:
         raise TargetError(
-            f"{where}: the hub cannot be reached and the model is not in the local hub cache "
-            f"({type(error).__name__}). Connect to the network, or set target.path to a local folder with the model."
+            f"{where}: the hub cannot be reached ({reason}) and the model is not in the local hub cache. Connect to "
+            "the network, or set target.path to a local folder with the model."
         ) from error
+    return Path(kept)
 
 
 def _check_folder(folder: Path) -> Path:

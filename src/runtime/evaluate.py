@@ -101,7 +101,11 @@ def measure(
 
 
 def quick_acceptance(
-    drafter: Eagle3Drafter, target: Target, prompts: Sequence[Prompt], runtime: RuntimeConfig, max_new_tokens: int
+    drafter: Eagle3Drafter | tuple[Eagle3Drafter, tuple[int, ...]],
+    target: Target,
+    prompts: Sequence[Prompt],
+    runtime: RuntimeConfig,
+    max_new_tokens: int,
 ) -> dict[str, Any]:
     """Acceptance of a drafter still in training, by the runtime's own verify at T=0, without timing.
 

@@ -35,12 +35,17 @@ def load_target(target: Target | TargetConfig | str | Path) -> Target:
 
 
 def load_proposer(drafter: object, target: Target, config: EngineConfig) -> Proposer:
-    """A proposer from none, ngram, an export folder or an Eagle3Drafter; raises ConfigError, ArtifactError."""
+    """A proposer from none, ngram, an export folder or a drafter; raises ArtifactError, ContractError.
+
+    An Eagle3Drafter is copied; (drafter, taps) says which hidden_states it taps, alone it taps the default ones.
+    """
     if isinstance(drafter, Proposer):
         return drafter
     if isinstance(drafter, Eagle3Drafter):
-        taps = default_taps(target.num_layers)
-        return _eagle(copy.deepcopy(drafter), taps, target, config)
+        drafter = (drafter, default_taps(target.num_layers))
+    if isinstance(drafter, tuple):
+        model, taps = drafter
+        return _eagle(copy.deepcopy(model), taps, target, config)
     name = "none" if drafter is None else str(drafter)
     if name in BUILT_IN:
         return BUILT_IN[name]()

@@ -166,8 +166,11 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
     drafter = make_drafter(run, target, responses.records)
     logger = Logger(out_dir, run.logger, to_dict(run))
 
+    taps = taps_of(run, target)
+    quick = held_out[:QUICK_PROMPTS]
+
     def acceptance(model: Eagle3Drafter) -> dict[str, Any]:
-        return quick_acceptance(model, target, held_out[:QUICK_PROMPTS], run.runtime, run.eval.max_new_tokens)
+        return quick_acceptance((model, taps), target, quick, run.runtime, run.eval.max_new_tokens)
 
     try:
         result = train(drafter, target, responses.records, run, out_dir, acceptance, logger, console)

@@ -535,6 +535,21 @@ def test_magpie_ends_a_turn_at_the_templates_own_end(target: StubTarget, tmp_pat
     assert [record.prompt_ids for record in found.records] == expected
 
 
+def test_magpie_leaves_out_an_end_id_that_is_not_the_templates(target: StubTarget, tmp_path: Path) -> None:
+    (other_end,) = target.tokenizer.convert_tokens_to_ids(["<|endoftext|>"])
+    assert target.tokenizer.decode([other_end]) != user_turn(target.tokenizer).end_text
+    two_ends = replace(target, eos_ids=(other_end, *target.eos_ids))
+
+    def turns(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
+        for index in range(len(rows)):
+            ids = target.tokenizer(f"q{index}", add_special_tokens=False)["input_ids"]
+            yield index, [*ids, other_end], "stop"
+
+    found = collect(load_prompts(MAGPIE), two_ends, Generator(), MAGPIE, tmp_path, generate_user_turn=turns)
+    expected = [render_prompt(target.tokenizer, [{"role": "user", "content": f"q{i}"}]) for i in range(6)]
+    assert [record.prompt_ids for record in found.records] == expected
+
+
 def test_magpie_without_any_turn_is_an_error(target: StubTarget, tmp_path: Path) -> None:
     def turns(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
         yield from ((index, [40], "length") for index in range(len(rows)))

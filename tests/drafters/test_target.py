@@ -202,24 +202,32 @@ def test_each_hub_failure_names_its_way_out(monkeypatch, kind, word):
     def refuse(*args, **kwargs):
         raise hub_error(kind)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
     with pytest.raises(TargetError, match=word):
         resolve(by_path("org/model", revision="main"))
 
 
-def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch, tiny_folder):
+@pytest.mark.parametrize("reachable", [True, False])
+def test_the_pinned_revision_is_asked_for_and_the_cache_serves_offline(monkeypatch, tiny_folder, reachable):
     import huggingface_hub
 
     asked = {}
 
-    def download(repo, revision, allow_patterns):
-        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
+    def download(repo, **how):
+        asked.update(repo=repo, **how)
         return str(tiny_folder)
 
+    def metadata(url, timeout):
+        assert url.endswith("/org/model/resolve/abc/config.json")
+        if not reachable:
+            raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve(by_path("org/model", revision="abc")) == tiny_folder
     assert (asked["repo"], asked["revision"]) == ("org/model", "abc")
-    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in asked["patterns"])
+    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in asked["allow_patterns"])
+    assert asked.get("local_files_only", False) is not reachable
 
 
 # ---- the wheel

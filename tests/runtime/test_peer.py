@@ -32,8 +32,10 @@ def test_transformers_gives_plain_decodings_ids(tiny_target, plain_answers):
 
 
 def test_transformers_ends_at_the_same_ids(tiny_target, plain_answers):
-    first, second = plain_answers[0], plain_answers[1]
-    end = next(i for i in range(2, NEW) if first.token_ids[i] not in first.token_ids[:i])
+    # An answer with a token that first appears late in it, to end at.
+    ends = [(a, i) for a in plain_answers for i in range(2, NEW - 1) if a.token_ids[i] not in a.token_ids[:i]]
+    first, end = ends[0]
+    second = next(a for a in plain_answers if a is not first)
     ending = dataclasses.replace(tiny_target, eos_ids=(first.token_ids[end],))
     prompts = [first.prompt_ids, second.prompt_ids]
     ours = Engine.load(ending, "none").generate(prompts, SamplingParams(NEW))

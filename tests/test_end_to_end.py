@@ -1,0 +1,78 @@
+"""The main job on the random target, as a user runs it: distill, train, kill, go on, serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.report import KEYS
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory):
+    cache = str(tmp_path_factory.mktemp("cache"))
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"OUTRIDER_CACHE": cache, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": path}
+
+
+def run(env, script: str, *settings: str, fails: int = 0) -> str:
+    command = [sys.executable, str(ROOT / script), *settings]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
+    assert done.returncode == fails, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(env, tmp_path_factory) -> Path:
+    """distill.py, then train.py on what it collected."""
+    base = tmp_path_factory.mktemp("run")
+    run(env, "distill.py", "experiment=tiny", f"output_dir={base}/answers")
+    run(env, "train.py", "experiment=tiny", f"data.responses={base}/answers", f"output_dir={base}/train")
+    return base
+
+
+def test_distill_leaves_records_and_a_manifest(trained):
+    records = [json.loads(line) for line in (trained / "answers" / "responses.jsonl").read_text().splitlines()]
+    manifest = json.loads((trained / "answers" / "manifest.json").read_text())
+    assert len(records) == manifest["counts"]["records"] == 8 - manifest["counts"]["dropped_too_long"]
+    assert sum(len(r["response_ids"]) for r in records) == manifest["counts"]["response_tokens"]
+
+
+def test_train_leaves_an_export_and_a_full_report(trained):
+    report = json.loads((trained / "train" / "report.json").read_text())
+    assert set(report) == set(KEYS)
+    assert report["identical"] == report["prompts"] == 2
+    assert report["emitted"] == report["accepted"] + report["rounds"]
+    for name in ("model.safetensors", "config.json", "contract.json", "probe.safetensors", "README.md"):
+        assert (trained / "train" / "export" / name).is_file()
+
+
+def test_serve_measures_the_export_and_refuses_a_changed_one(env, trained, tmp_path):
+    export = trained / "train" / "export"
+    common = ("experiment=tiny", f"output_dir={tmp_path}")
+    out = run(env, "serve.py", f"drafter.path={export}", *common)
+    assert "identical to plain decoding: 2/2" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report) == set(KEYS)
+    weights = bytearray((export / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in export.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes(weights)
+    assert "model.safetensors" in run(env, "serve.py", f"drafter.path={broken}", *common, fails=1)
+
+
+def test_serve_generates_from_a_prompt(env, trained):
+    export = trained / "train" / "export"
+    out = run(env, "serve.py", "mode=generate", "prompt=hello", f"drafter.path={export}", "experiment=tiny",
+              f"output_dir={trained}/generate")  # fmt: skip
+    assert "tokens/s" in out
