@@ -144,7 +144,10 @@ class Target:
         ids, position_ids: [B, T]; mask: bool [B, 1, T, T], True where a query may look.
         """
         out = self.backbone(
-            input_ids=ids, position_ids=position_ids, attention_mask=mask, use_cache=False,
+            input_ids=ids,
+            position_ids=position_ids,
+            attention_mask=mask,
+            use_cache=False,
             output_hidden_states=list(taps),
         )
         return torch.cat([out.hidden_states[index] for index in taps], -1), out.last_hidden_state

@@ -215,6 +215,10 @@ def _check_folder(folder: Path) -> Path:
             raise TargetError(f"target.path {folder} lacks {missing[0]} ({len(missing)} shard(s)). Copy it in again.")
     elif not list(folder.glob("*.safetensors")):
         held = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f" It holds pickled weights ({held[0]}), which are not read: save the model again as safetensors." if held else ""
+        hint = (
+            f" It holds pickled weights ({held[0]}), which are not read: save the model again as safetensors."
+            if held
+            else ""
+        )
         raise TargetError(f"target.path {folder} has no *.safetensors weights.{hint}")
     return folder

@@ -11,7 +11,6 @@ from runtime.attention import NAME
 from runtime.kv_cache import SlotCache
 from runtime.tree import DraftTree
 
-
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -68,12 +67,19 @@ class TargetRunner:
         config = target.text_config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.cache = SlotCache(
-            config.num_hidden_layers, num_rows, num_slots, config.num_key_value_heads, head_dim,
-            target.dtype, target.device,
+            config.num_hidden_layers,
+            num_rows,
+            num_slots,
+            config.num_key_value_heads,
+            head_dim,
+            target.dtype,
+            target.device,
         )
 
     @torch.inference_mode()
-    def run(self, first: int, trees: list[DraftTree | None], starts: list[int]) -> tuple[Tensor, Tensor | None, list[list[int]]]:
+    def run(
+        self, first: int, trees: list[DraftTree | None], starts: list[int]
+    ) -> tuple[Tensor, Tensor | None, list[list[int]]]:
         """Final hidden states [B, N, Ht], taps [B, N, K*Ht] and the slots taken, for rows first..first+B.
 
         trees[b]: the nodes to run (None: the row idles); starts[b]: absolute position of its root.
@@ -113,8 +119,12 @@ class TargetRunner:
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
         device = self.target.device
         out = self.target.backbone(
-            input_ids=ids.to(device), position_ids=positions.to(device), attention_mask=mask, cache=self.cache,
-            use_cache=True, output_hidden_states=list(self.taps) if self.taps else False,
+            input_ids=ids.to(device),
+            position_ids=positions.to(device),
+            attention_mask=mask,
+            cache=self.cache,
+            use_cache=True,
+            output_hidden_states=list(self.taps) if self.taps else False,
         )
         taps = torch.cat([out.hidden_states[i] for i in self.taps], -1) if self.taps else None
         return out.last_hidden_state, taps

@@ -37,7 +37,9 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise RuntimeError("slots are allocated when the cache is made")
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Writes [B, Hkv, N, D] at the window's slots; returns views of all slots the window reads."""
         window = self.window
         self.keys[window.rows, :, window.slots] = key_states.transpose(1, 2)
@@ -62,8 +64,14 @@ class SlotCache(Cache):
     """
 
     def __init__(
-        self, num_layers: int, num_rows: int, num_slots: int, num_kv_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device,
+        self,
+        num_layers: int,
+        num_rows: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         shape = (num_rows, num_kv_heads, num_slots + 1, head_dim)
         super().__init__(layers=[SlotLayer(shape, dtype, device) for _ in range(num_layers)])

@@ -32,7 +32,7 @@ class TransformersPeer:
             max_new_tokens=first.max_new_tokens,
             do_sample=bool(sampled),
             **sampled,
-            eos_token_id=None,
+            eos_token_id=list(self.target.eos_ids) or None,
             pad_token_id=self.pad_id,
         )
         device = self.target.device

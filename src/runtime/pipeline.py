@@ -19,7 +19,16 @@ from rich.progress import Progress
 from drafters import chat as chat_templates
 from drafters import checkpoint
 from drafters.artifacts import MANIFEST_NAME, read_manifest, verify_folder, write_folder
-from drafters.config import BuiltinData, DataConfig, DistillRun, Eagle3Config, MagpieData, SamplingConfig, ServeRun, TrainRun
+from drafters.config import (
+    BuiltinData,
+    DataConfig,
+    DistillRun,
+    Eagle3Config,
+    MagpieData,
+    SamplingConfig,
+    ServeRun,
+    TrainRun,
+)
 from drafters.config_check import to_dict
 from drafters.contract import Contract, read_contract, require_equal
 from drafters.corpus import Prompt, ResponseRecord, load_prompts

@@ -1,14 +1,13 @@
-"""Collecting: resume after a kill at any byte, refusals, counts; packed sets; regeneration; magpie."""
+"""Collecting: resume after a kill at any byte, refusals, counts; folders read back; regeneration."""
 
 from __future__ import annotations
 
 import json
-import lzma
 import os
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.progress import Progress
 
-from drafters import packed
 from drafters.artifacts import MANIFEST_NAME
-from drafters.chat import render_prompt, user_turn
-from drafters.config import BuiltinData, MagpieData
-from drafters.corpus import Prompt, ResponseRecord, load_prompts, read_records, record_line
+from drafters.chat import render_prompt
+from drafters.corpus import Prompt, ResponseRecord, read_records, record_line
 from drafters.errors import ArtifactError, ContractError, DataError
 from drafters.generation import record_seed
 from drafters.responses import (
@@ -32,25 +29,7 @@ from drafters.responses import (
     read_responses,
     regenerate_slice,
 )
-
-HASHES = {
-    "target": "stub",
-    "target_config_sha256": "c0",
-    "target_weights_sha256": "w0",
-    "tokenizer_sha256": "t0",
-    "chat_template_sha256": "m0",
-}
-
-
-@dataclass
-class StubTarget:
-    """What collecting reads of a Target; the tokenizer is real."""
-
-    tokenizer: object
-    fingerprint: dict[str, str] = field(default_factory=lambda: dict(HASHES))
-    name: str = "stub"
-    vocab_size: int = 512
-    eos_ids: tuple[int, ...] = (2,)
+from tests.drafters.collecting_setup import CONFIG, HASHES, PROMPTS, Generator, StubTarget, answer, reason
 
 
 @pytest.fixture(scope="module")
@@ -58,44 +37,11 @@ def target(tiny_target) -> StubTarget:
     return StubTarget(tiny_target.tokenizer, vocab_size=tiny_target.vocab_size, eos_ids=tiny_target.eos_ids)
 
 
-PROMPTS = [Prompt(f"p{i}", "chat", ({"role": "user", "content": f"say {i}"},)) for i in range(6)]
-CONFIG = BuiltinData(max_new_tokens=8)
-
-
-def answer(prompt_ids: Sequence[int], seed: int) -> list[int]:
-    """A deterministic stand-in for the model: depends on the prompt and the seed only."""
-    return [(sum(prompt_ids) + seed + k) % 500 + 3 for k in range(1 + seed % 7)]
-
-
-def reason(seed: int) -> str:
-    return ("stop", "length")[seed % 2]
-
-
-class Generator:
-    """Answers rows last to first, so that completion order is not prompt order; keeps what it was asked."""
-
-    def __init__(self, stop_after: int | None = None, kill: bool = False) -> None:
-        self.asked: list[tuple[list[int], int]] = []
-        self.stop_after, self.kill = stop_after, kill
-
-    def __call__(self, rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
-        self.asked = list(rows)
-        for count, index in enumerate(reversed(range(len(rows)))):
-            if count == self.stop_after:
-                if self.kill:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise KeyboardInterrupt
-            yield index, answer(*rows[index]), reason(rows[index][1])
-
-
 @pytest.fixture(scope="module")
 def finished(target: StubTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     collect(PROMPTS, target, Generator(), CONFIG, folder, command="python distill.py")
     return folder
-
-
-# ---- collecting -------------------------------------------------------------------------------------------
 
 
 def test_records_hold_exact_ids_in_prompt_order(target: StubTarget, tmp_path: Path) -> None:
@@ -326,7 +272,7 @@ def test_without_a_bar_the_end_is_logged(target: StubTarget, tmp_path: Path, cap
     assert "responses: 6/6 rows" in caplog.text
 
 
-# ---- packed sets ------------------------------------------------------------------------------------------
+# ---- folders
 
 
 def test_a_packed_folder_reads_back_equal(finished: Path, tmp_path: Path) -> None:
@@ -336,70 +282,6 @@ def test_a_packed_folder_reads_back_equal(finished: Path, tmp_path: Path) -> Non
     assert after.records == before.records and after.meta == before.meta
     twice = pack_responses(dest, tmp_path / "twice")
     assert (twice / PACKED_NAME).read_bytes() == (dest / PACKED_NAME).read_bytes()
-
-
-RECORDS = st.lists(
-    st.builds(
-        ResponseRecord,
-        id=st.text(max_size=6),
-        category=st.sampled_from(["chat", "code"]),
-        prompt_ids=st.lists(st.integers(0, 2**16 - 1), max_size=5),
-        response_ids=st.lists(st.integers(0, 2**16 - 1), max_size=5),
-        finish_reason=st.sampled_from(["stop", "length"]),
-        temperature=st.floats(0, 2),
-        seed=st.integers(0, 2**62),
-    ),
-    max_size=6,
-)
-
-
-@settings(max_examples=20, deadline=None)  # each opens the compressor's 64 MiB window
-@given(RECORDS, st.booleans())
-def test_packing_is_lossless(records: list[ResponseRecord], large: bool) -> None:
-    if large and records:  # an id beyond two bytes
-        records = [replace(records[0], response_ids=[200_000, 2**31]), *records[1:]]
-    assert packed.decode(packed.encode(records), "set") == records
-
-
-def test_packed_ids_take_under_two_bytes() -> None:
-    # Zipf-like ids without repeated phrases: real text is easier (1.1 bytes per response token on SmolLM2's).
-    ids = [int(49_000 / (1 + (k * 7919) % 3001)) for k in range(6000)]
-    records = [
-        ResponseRecord(f"r{i}", "chat", [1, 9690, 198], ids[i * 100 : i * 100 + 100], "stop", 0.0, i)
-        for i in range(60)
-    ]
-    assert len(packed.encode(records)) < 2 * 6000
-
-
-def damaged(data: bytes) -> dict[str, bytes]:
-    plain = lzma.decompress(data)
-    return {
-        "cut": data[: len(data) // 2],
-        "foreign": b"hello",
-        "no safetensors": lzma.compress(b"hello"),
-        "other version": lzma.compress(plain.replace(b'version\\": 1', b'version\\": 9')),
-        "no column": lzma.compress(plain.replace(b'category\\"', b'categorx\\"')),
-        "no tensor": lzma.compress(plain.replace(b'"prompt_ids"', b'"prompt_xds"')),
-    }
-
-
-@pytest.mark.parametrize("kind", damaged(packed.encode([])))
-def test_damaged_packed_sets_are_refused(finished: Path, kind: str) -> None:
-    data = packed.encode(read_responses(finished).records)
-    assert packed.decode(data, "set.xz") == read_responses(finished).records
-    with pytest.raises(ArtifactError, match=r"set\.xz"):
-        packed.decode(damaged(data)[kind], "set.xz")
-
-
-def test_lengths_that_do_not_add_up_are_refused(finished: Path) -> None:
-    from safetensors.numpy import load, save
-
-    plain = lzma.decompress(packed.encode(read_responses(finished).records))
-    tensors = load(plain)
-    tensors["response_lengths"] = tensors["response_lengths"] + 1
-    metadata = json.loads(plain[8 : 8 + int.from_bytes(plain[:8], "little")])["__metadata__"]
-    with pytest.raises(ArtifactError, match="lengths add up to"):
-        packed.decode(lzma.compress(save(tensors, metadata=metadata)), "set.xz")
 
 
 def test_a_changed_byte_is_named(finished: Path, tmp_path: Path) -> None:
@@ -421,7 +303,7 @@ def test_a_manifest_with_another_count_is_refused(finished: Path, tmp_path: Path
         read_responses(folder)
 
 
-# ---- regenerating -----------------------------------------------------------------------------------------
+# ---- regenerating
 
 
 def test_a_regenerated_slice_is_equal(finished: Path) -> None:
@@ -450,114 +332,3 @@ def test_one_other_token_is_seen(finished: Path, caplog, change: str) -> None:
 def test_answers_that_do_not_come_are_not_equal(finished: Path) -> None:
     records = read_responses(finished).records
     assert regenerate_slice(records, lambda rows: iter(list(Generator()(rows))[:2]), 4) == (2, 4)
-
-
-# ---- magpie -----------------------------------------------------------------------------------------------
-
-MAGPIE = MagpieData(num_prompts=6, max_new_tokens=8)
-# (words, ended by the target); the fourth repeats the first, the fifth is empty, the sixth never ends.
-TURNS = [
-    ("tell me\u2028a joke", True),
-    ("how are you", True),
-    ("write", True),
-    (" tell me\u2028a joke ", True),
-    (" ", True),
-    ("and so on and", False),
-]
-
-
-class UserTurns(Generator):
-    """Writes TURNS after the user prefix of each magpie prompt that is asked for."""
-
-    def __init__(self, target: StubTarget, stop_after: int | None = None) -> None:
-        super().__init__(stop_after)
-        self.target = target
-        self.texts = {record_seed(0, f"user/magpie-{i:06d}"): turn for i, turn in enumerate(TURNS)}
-
-    def __call__(self, rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
-        for index, _, _ in super().__call__(rows):
-            text, ended = self.texts[rows[index][1]]
-            ids = self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
-            yield index, ids + [self.target.eos_ids[0]] * ended, "stop" if ended else "length"
-
-
-def collect_magpie(target: StubTarget, folder: Path, turns: UserTurns, answers: Generator):
-    return collect(load_prompts(MAGPIE), target, answers, MAGPIE, folder, generate_user_turn=turns)
-
-
-def test_magpie_writes_both_turns(target: StubTarget, tmp_path: Path) -> None:
-    turns, answers = UserTurns(target), Generator()
-    found = collect_magpie(target, tmp_path, turns, answers)
-    prefix = list(user_turn(target.tokenizer).prefix_ids)
-    assert [ids for ids, _ in turns.asked] == [prefix] * 6
-    texts = ["tell me\u2028a joke", "how are you", "write"]
-    expected = [render_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    assert [record.prompt_ids for record in found.records] == expected
-    assert [record.id for record in found.records] == ["magpie-000000", "magpie-000001", "magpie-000002"]
-    assert found.meta["counts"]["dropped_without_user_turn"] == 2
-    assert found.meta["counts"]["dropped_repeated_user_turn"] == 1
-    assert found.meta["settings"]["data.user_temperature"] == 1.0
-
-
-@pytest.mark.parametrize(("turns_done", "answers_done"), [(0, 0), (3, 0), (None, 0), (None, 2)])
-def test_magpie_resumes_in_either_turn(
-    target: StubTarget, tmp_path: Path, turns_done: int | None, answers_done: int
-) -> None:
-    whole = collect_magpie(target, tmp_path / "whole", UserTurns(target), Generator())
-    folder = tmp_path / "killed"
-    with pytest.raises(KeyboardInterrupt):
-        collect_magpie(target, folder, UserTurns(target, turns_done), Generator(answers_done))
-    with (folder / "user_turns.jsonl").open("ab") as file:
-        file.write(b'{"id": "magpie-0000')  # the line being written when the process died
-    turns, answers = UserTurns(target), Generator()
-    resumed = collect_magpie(target, folder, turns, answers)
-    assert resumed.records == whole.records and resumed.meta == whole.meta
-    assert (len(turns.asked), len(answers.asked)) == (
-        6 - (6 if turns_done is None else turns_done),
-        3 - answers_done,
-    )
-
-
-def test_magpie_ends_a_turn_at_the_templates_own_end(target: StubTarget, tmp_path: Path) -> None:
-    """A target that writes on past the end of the user turn is cut there even when no end id stopped it."""
-    end = user_turn(target.tokenizer).end_text
-
-    def turns(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
-        for index in range(len(rows)):
-            yield (
-                index,
-                target.tokenizer(f"q{index}{end}\nmore", add_special_tokens=False)["input_ids"],
-                "length",
-            )
-
-    found = collect(load_prompts(MAGPIE), target, Generator(), MAGPIE, tmp_path, generate_user_turn=turns)
-    expected = [render_prompt(target.tokenizer, [{"role": "user", "content": f"q{i}"}]) for i in range(6)]
-    assert [record.prompt_ids for record in found.records] == expected
-
-
-def test_magpie_leaves_out_an_end_id_that_is_not_the_templates(target: StubTarget, tmp_path: Path) -> None:
-    (other_end,) = target.tokenizer.convert_tokens_to_ids(["<|endoftext|>"])
-    assert target.tokenizer.decode([other_end]) != user_turn(target.tokenizer).end_text
-    two_ends = replace(target, eos_ids=(other_end, *target.eos_ids))
-
-    def turns(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
-        for index in range(len(rows)):
-            ids = target.tokenizer(f"q{index}", add_special_tokens=False)["input_ids"]
-            yield index, [*ids, other_end], "stop"
-
-    found = collect(load_prompts(MAGPIE), two_ends, Generator(), MAGPIE, tmp_path, generate_user_turn=turns)
-    expected = [render_prompt(target.tokenizer, [{"role": "user", "content": f"q{i}"}]) for i in range(6)]
-    assert [record.prompt_ids for record in found.records] == expected
-
-
-def test_magpie_without_any_turn_is_an_error(target: StubTarget, tmp_path: Path) -> None:
-    def turns(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
-        yield from ((index, [40], "length") for index in range(len(rows)))
-
-    with pytest.raises(DataError, match=r"none of 6 sampled user turns.*data\.max_prompt_tokens"):
-        collect(load_prompts(MAGPIE), target, Generator(), MAGPIE, tmp_path, generate_user_turn=turns)
-
-
-def test_magpie_needs_a_generator_of_user_turns(target: StubTarget, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="needs a generator of user turns"):
-        collect(load_prompts(MAGPIE), target, Generator(), MAGPIE, tmp_path)

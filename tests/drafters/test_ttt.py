@@ -12,7 +12,7 @@ from tests.drafters.test_eagle3 import SHAPE, build
 
 DECAY = 0.8
 # (prompt, response) lengths; the last two are too short for the later steps, or for any.
-DOCUMENTS = [(4, 6), (3, 8), (1, 3), (2, 1)]
+DOCUMENTS = [(4, 6), (3, 7), (1, 3), (2, 1)]
 LENGTH = 32
 
 
@@ -137,14 +137,14 @@ def test_packed_equals_the_sum_of_separate_documents():
 
 
 def test_rows_of_a_batch_are_independent():
+    # One document each: only the row tells the two documents number 0 apart.
     drafter, tokens = build(), tokens_of(DOCUMENTS)
-    one = pack(DOCUMENTS, LENGTH, tokens)
-    other = pack(DOCUMENTS[:2], LENGTH, tokens[::-1][:21])
-    two = Batch(*(torch.cat((getattr(one, n), getattr(other, n))) for n in
-                  ("ids", "position_ids", "document_ids", "loss_mask")), one.record_ids + other.record_ids)  # fmt: skip
-    labels = Labels(2 * LENGTH)
+    one, other = pack(DOCUMENTS[:1], 10, tokens[:10]), pack(DOCUMENTS[1:2], 10, tokens[10:20])
+    fields = ("ids", "position_ids", "document_ids", "loss_mask")
+    two = Batch(*(torch.cat((getattr(one, f), getattr(other, f))) for f in fields), one.record_ids + other.record_ids)
+    labels = Labels(20)
     both = run(drafter, two, labels, 3)[0]
-    parts = run(drafter, one, labels.part(0, LENGTH), 3)[0] + run(drafter, other, labels.part(LENGTH, 64), 3)[0]
+    parts = run(drafter, one, labels.part(0, 10), 3)[0] + run(drafter, other, labels.part(10, 20), 3)[0]
     torch.testing.assert_close(both, parts, rtol=1e-6, atol=0)
 
 

@@ -118,7 +118,9 @@ def test_caches_equal_a_fresh_run_after_every_round(make_engine, plain, tiny_tar
     proposer = Scripted(answers, lambda r, row: pattern.randrange(5), tiny_target.vocab_size, siblings=2)
     engine = make_engine(proposer, batch_size=3)
     seen = 0
-    for _ in engine._run([engine._request(i, p, SamplingParams(max_new_tokens=40)) for i, p in enumerate(PROMPTS)], True):
+    params = SamplingParams(max_new_tokens=40)
+    requests = [engine._request(i, p, params) for i, p in enumerate(PROMPTS)]
+    for _ in engine._run(requests, every_round=True):
         for row, request in enumerate(engine._rows):
             if request is None:
                 continue

@@ -191,8 +191,9 @@ def test_caches_are_made_before_the_clock_runs(tiny_target, monkeypatch):
     monkeypatch.setattr(engines, "TargetRunner", lambda *args: made.append(len(timed)) or real(*args))
     answer = module._answer
     monkeypatch.setattr(module, "_answer", lambda *args: timed.append(args[0]) or answer(*args))
-    long = Prompt("long", "chat", ({"role": "user", "content": "x" * 300},))  # more slots than a first cache has
-    settings = EvalConfig(max_new_tokens=2, compare_transformers=False)
+    # 231 tokens: a four-token answer fits into a cache of 256 slots, twelve tokens and a tree do not.
+    long = Prompt("long", "chat", ({"role": "user", "content": "x" * 212},))
+    settings = EvalConfig(max_new_tokens=12, compare_transformers=False)
     run(tiny_target, "ngram", settings=settings, prompts=[PROMPTS[0], long])
     assert made and set(made) == {0} and len(timed) == 4
 

@@ -32,7 +32,7 @@ def _dense_rollout(drafter, taps, ids, depth):
         count = hidden.shape[1]
         mask = torch.ones(count, count, dtype=torch.bool).tril()
 
-        def attend(q, k, v):
+        def attend(q, k, v, mask=mask):
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 

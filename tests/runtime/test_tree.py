@@ -7,7 +7,11 @@ from runtime.tree import DraftTree, best_nodes
 def test_ancestors_of_a_small_tree():
     tree = DraftTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 3), (0, 1, 1, 2, 3))
     assert tree.ancestors().int().tolist() == [
-        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1],
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 1, 1],
     ]
 
 

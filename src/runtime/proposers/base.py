@@ -27,7 +27,7 @@ class Proposer(ABC):
     name: str
     taps: tuple[int, ...] = ()  # HF hidden_states indices it needs of the target
 
-    def reserve(self, num_rows: int, num_slots: int) -> None:
+    def reserve(self, num_rows: int, num_slots: int) -> None:  # noqa: B027 (most proposers keep no cache)
         """Caches must hold num_rows rows of num_slots tokens from now on; called while no row runs."""
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def commit(self, row: int, tokens: list[int], taps: Tensor | None) -> None:
-        """Tokens were accepted (the last of them is the next root); taps [len(tokens), K*Ht] of the nodes before each."""
+        """Tokens were accepted, the last of them is the next root; taps [len(tokens), K*Ht] of the nodes before them."""
 
     @abstractmethod
     def release(self, row: int) -> None:

@@ -140,7 +140,9 @@ class EagleProposer(Proposer):
         scores, ids = logp.topk(self.top_k, dim=-1)
         return self.drafter.draft_to_target(ids).cpu(), scores.cpu()
 
-    def _layer(self, rows: list[int], ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
+    def _layer(
+        self, rows: list[int], ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, visible: Tensor
+    ) -> Tensor:
         table = torch.tensor(rows, device=self.device)
         where = slots.to(self.device)
         mask = visible.to(self.device)
