@@ -58,7 +58,7 @@ def job(body: Callable[[Any, Console], None]) -> Callable[[DictConfig], None]:
 
 
 def launch(main: Callable[[], None], script: str) -> None:
-    """Run a hydra.main function of `script` and leave with 0, 1 (it failed) or 2 (a setting is wrong).
+    """Run a hydra.main function of `script` and leave with 0 or the error's exit code (2: a setting is wrong).
 
     Such errors are one line on stderr; HYDRA_FULL_ERROR=1 shows the traceback instead.
     """
@@ -75,7 +75,7 @@ def launch(main: Callable[[], None], script: str) -> None:
     message = explain(error, script, sys.argv[1:])
     if message is None or before.lower() in ("1", "true", "yes"):
         raise error
-    fail(message, 2 if isinstance(error, ConfigError) or not isinstance(error, OutriderError) else 1)
+    fail(message, error.exit_code if isinstance(error, OutriderError) else ConfigError.exit_code)
 
 
 def _caught(main: Callable[[], None]) -> BaseException | None:

@@ -4,9 +4,13 @@
 class OutriderError(Exception):
     """Base of every error the scripts report as one line instead of a traceback."""
 
+    exit_code = 1
+
 
 class ConfigError(OutriderError):
     """A setting is unknown, of the wrong type, out of range or at odds with another."""
+
+    exit_code = 2
 
 
 class TargetError(OutriderError):

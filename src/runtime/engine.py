@@ -117,6 +117,8 @@ class Engine:
             for row, request in enumerate(self._rows):
                 if request is not None:
                     self._release(row)
+                else:  # a prefill may have been interrupted half-way
+                    self._runner.cache.release(row)
 
     def _reserve(self, length: int) -> None:
         """Makes caches that hold the longest of the requests; kept while they are large enough."""
@@ -152,8 +154,8 @@ class Engine:
         if request.push(token):
             self._runner.cache.release(row)
             return True
-        self._rows[row] = request
         self.proposer.start(row, request.prompt_ids, token, None if taps is None else taps[0])
+        self._rows[row] = request
         return False
 
     def _budget(self, request: Request) -> Budget:

@@ -45,7 +45,8 @@ def load_proposer(drafter: object, target: Target, config: EngineConfig) -> Prop
         drafter = (drafter, default_taps(target.num_layers))
     if isinstance(drafter, tuple):
         model, taps = drafter
-        return _eagle(copy.deepcopy(model), taps, target, config)
+        shared = {id(model.embedding): model.embedding}  # the target's own tensor need not be copied
+        return _eagle(copy.deepcopy(model, shared), taps, target, config)
     name = "none" if drafter is None else str(drafter)
     if name in BUILT_IN:
         return BUILT_IN[name]()

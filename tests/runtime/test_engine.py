@@ -167,6 +167,25 @@ def test_streamed_pieces_join_to_the_text_and_a_closed_stream_leaves_a_clean_eng
     assert engine.generate([PROMPTS[1]], params)[0].token_ids == plain()[1].token_ids
 
 
+@pytest.mark.parametrize("where", ["prefill", "start"])
+def test_an_interrupt_while_a_prompt_is_read_leaves_a_clean_engine(make_engine, plain, monkeypatch, where):
+    engine = make_engine(NgramProposer())
+    params = SamplingParams(max_new_tokens=40)
+    engine.generate([PROMPTS[1]], params)
+    owner = engine._runner if where == "prefill" else engine.proposer
+    real = getattr(owner, where)
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPTS[3]], params)
+    assert engine.generate([PROMPTS[0]], params)[0].token_ids == plain()[0].token_ids
+
+
 def test_two_generations_at_once_are_refused(make_engine):
     engine = make_engine(NoneProposer())
     running = engine.complete(PROMPTS[:2], SamplingParams(max_new_tokens=4))

@@ -40,7 +40,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def commit(self, row: int, tokens: list[int], taps: Tensor | None) -> None:
-        """Tokens were accepted, the last of them is the next root; taps [len(tokens), K*Ht] of the nodes before them."""
+        """Tokens were accepted, the last is the next root; taps [len(tokens), K*Ht] of the nodes before them."""
 
     @abstractmethod
     def release(self, row: int) -> None:
