@@ -63,7 +63,7 @@ def test_groups_are_those_of_the_scripts_and_of_the_folder():
 
 
 def test_yaml_defaults_and_dataclass_defaults_are_the_same():
-    run = composed("train")
+    run = composed("train", "target=llama3-8b")  # the default target has a start recipe of its own
     for name, section in {
         "drafter": Eagle3Config,
         "data": BuiltinData,
@@ -75,6 +75,13 @@ def test_yaml_defaults_and_dataclass_defaults_are_the_same():
     }.items():
         assert dict(run[name]) == to_dict(section()), name
     assert dict(composed("serve").sampling) == to_dict(SamplingConfig())
+
+
+def test_the_start_recipe_is_the_default_targets_alone():
+    assert composed("train").trainer.max_steps is not None
+    assert composed("train", "target=llama3-8b").trainer.max_steps is None
+    assert composed("train", "experiment=smollm2_cpu").trainer.max_steps is None
+    assert composed("train", "trainer.max_steps=7").trainer.max_steps == 7
 
 
 def test_default_commands():

@@ -157,7 +157,8 @@ def test_memory_of_a_70b_target_by_zero_stage_on_8_devices():
 
 
 def test_bf16_training_keeps_fp32_masters_and_frozen_heads_cost_no_optimizer():
-    run = settings("train", "trainer.dtype=bfloat16", "drafter.train_lm_head=false")
+    run = settings("train", "trainer.dtype=bfloat16", "drafter.train_lm_head=false", "drafter.draft_vocab_size=32000",
+                   "drafter.fc_norm=false")  # fmt: skip
     everything, trained = drafter_parameters(run.drafter, run.target.facts)
     assert everything - trained == 576 * 32000
     first = next(memory_rows(run, run.target.facts, 1))
@@ -165,8 +166,10 @@ def test_bf16_training_keeps_fp32_masters_and_frozen_heads_cost_no_optimizer():
 
 
 def test_activations_grow_with_row_length_depth_and_draft_vocabulary():
+    plain = ("drafter.draft_vocab_size=32000", "drafter.ttt_steps=5", "trainer.row_length=1024")
+
     def size(*overrides: str) -> int:
-        run = settings("train", *overrides)
+        run = settings("train", *plain, *overrides)
         return planning.activation_bytes(run, run.target.facts)
 
     base = size()

@@ -31,6 +31,7 @@ from drafters.config_store import register
 from drafters.errors import ConfigError, OutriderError
 
 TRACE = "HYDRA_FULL_ERROR"
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 GROUP_VALUE = "Config group override must be"
 
 
@@ -63,6 +64,7 @@ def launch(main: Callable[[], None], script: str) -> None:
     Such errors are one line on stderr; HYDRA_FULL_ERROR=1 shows the traceback instead.
     """
     register()
+    _quieten()
     before = os.environ.get(TRACE, "")
     # Hydra prints its own errors and leaves with 1 unless this is set; set, it hands them to us.
     os.environ[TRACE] = "1"
@@ -76,6 +78,14 @@ def launch(main: Callable[[], None], script: str) -> None:
     if message is None or before.lower() in ("1", "true", "yes"):
         raise error
     fail(message, error.exit_code if isinstance(error, OutriderError) else ConfigError.exit_code)
+
+
+def _quieten() -> None:
+    """Libraries' bars and notices that tell a user nothing: bars in a log file, the search for an accelerator."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    if not any(Path(device).exists() for device in ACCELERATORS):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _caught(main: Callable[[], None]) -> BaseException | None:
@@ -140,6 +150,9 @@ def explain(error: BaseException, script: str, arguments: list[str]) -> str | No
         return f"{wrong[-1] if wrong else error}: a group takes the name of one of its options. See {script}.py --help."
     detail = next((link for link in chain if isinstance(link, OmegaConfBaseException)), None)
     if detail is not None:
+        dropped = next((name for name in GROUPS[script] if f"~{name}" in arguments), None)
+        if dropped is not None:  # the start recipe is chosen by the names of the groups' options
+            return no_value(dropped)
         return _bad_setting(detail, script, arguments)
     raw = re.search(r"full_key: (\S+)", str(error))
     if raw is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,9 +31,9 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes CUDA where present, else the CPU."""
+    """`auto` takes CUDA where present, the device of this process's rank under torchrun, else the CPU."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise TargetError(f"target.device is {name!r}, but no CUDA device is present. Set target.device=cpu.")
     return torch.device(name)

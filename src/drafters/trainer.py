@@ -84,6 +84,7 @@ class Trainer:
             drafter, target, taps=self.taps, ttt_steps=cfg.drafter.ttt_steps, max_length=cfg.trainer.row_length
         )
         self.features = self._feature_source(Path(out_dir) / "features", records)
+        self.settings = self._settings()
         self.step, self.best_value, self.best_step = 0, None, None
         self.window = Window(cfg.drafter.ttt_steps, self.device)
 
@@ -114,7 +115,7 @@ class Trainer:
         if cfg.resume == "auto":
             found = checkpoint.find(self.folder / LAST)
         if found is not None:
-            progress = checkpoint.load_progress(found, self.contract, self._settings())
+            progress = checkpoint.load_progress(found, self.contract, self.settings)
             checkpoint.load_weights(found, self.drafter)
             self.step, self.best_value, self.best_step = progress.step, progress.best_value, progress.best_step
         elif cfg.init_from is None and cfg.drafter.warm_start:
@@ -246,7 +247,7 @@ class Trainer:
     def _save(self, name: str) -> None:
         self._refresh()
         self.features.flush()
-        progress = checkpoint.Progress(self.step, self.best_value, self.best_step, self._settings())
+        progress = checkpoint.Progress(self.step, self.best_value, self.best_step, self.settings)
         checkpoint.save(
             self.folder / name,
             checkpoint.weights_of(self.drafter),
