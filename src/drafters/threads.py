@@ -16,8 +16,9 @@ GAIN = 1.15  # a second core must pay at least this much to be worth taking
 
 
 def available_cores() -> int:
-    """Return the number of CPU cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of CPU cores this process may run on, no more than OMP_NUM_THREADS where that is set."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, int(os.environ.get("OMP_NUM_THREADS", cores)))
 
 
 def _burst(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -42,6 +42,7 @@ from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
 from drafters.responses import RECORDS_NAME, ResponseSet, collect, read_responses, regenerate_slice
 from drafters.target import Target, default_taps
 from drafters.trainer import BEST, train
+from drafters.threads import set_threads
 from drafters.vocab import build, count_tokens
 from runtime import report as reports
 from runtime.engine import Engine
@@ -66,6 +67,7 @@ def command_line() -> str:
 
 def run_serve(run: ServeRun, console: Console) -> None:
     """serve.py: measure, generate once, or chat."""
+    set_threads(None)
     modes = {"eval": evaluate, "generate": generate_once, "chat": chat}
     modes[run.mode](run, console)
 
@@ -75,6 +77,7 @@ def run_serve(run: ServeRun, console: Console) -> None:
 
 def run_distill(run: DistillRun, console: Console) -> ResponseSet:
     """distill.py: leave output_dir/responses.jsonl and its manifest; inspect=N shows N rows."""
+    set_threads(None)
     target = Target.load(run.target)
     found = collect_responses(run.data, target, Path(run.output_dir), console)
     counts = found.meta["counts"]
