@@ -78,10 +78,10 @@ def test_yaml_defaults_and_dataclass_defaults_are_the_same():
 
 
 def test_the_start_recipe_is_the_default_targets_alone():
-    assert composed("train").trainer.max_steps is not None
-    assert composed("train", "target=llama3-8b").trainer.max_steps is None
-    assert composed("train", "experiment=smollm2_cpu").trainer.max_steps is None
-    assert composed("train", "trainer.max_steps=7").trainer.max_steps == 7
+    assert composed("train").trainer.max_records is not None
+    assert composed("train", "target=llama3-8b").trainer.max_records is None
+    assert composed("train", "experiment=smollm2_cpu").trainer.max_records is None
+    assert composed("train", "trainer.max_records=7").trainer.max_records == 7
 
 
 def test_default_commands():

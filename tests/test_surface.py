@@ -24,7 +24,7 @@ SETTINGS = {
         drafter: intermediate_size num_heads num_kv_heads head_dim taps warm_start train_lm_head
         data: source responses num_prompts max_prompt_tokens max_new_tokens temperature seed batch_size
         data: eval_prompts user_temperature path dataset split config revision columns
-        trainer: epochs max_steps tokens_per_step row_length features learning_rate betas weight_decay
+        trainer: epochs max_steps max_records tokens_per_step row_length features learning_rate betas weight_decay
         trainer: warmup_ratio min_lr_ratio clip_grad dtype eval_every save_every log_every seed num_threads
         deepspeed: zero_stage
         runtime: num_draft_tokens depth top_k batch_size max_length

@@ -196,6 +196,7 @@ class TrainerConfig(Section):
 
     epochs: float = option(3.0, above=0.0)
     max_steps: int | None = option(None, low=1)  # null: as many as epochs asks for
+    max_records: int | None = option(None, low=1)  # train on the first so many responses; null: on all
     tokens_per_step: int = option(320, low=1)  # response tokens per optimiser step, all ranks together
     row_length: int = option(1024, low=8)  # tokens of one packed row
     features: str = option("online", choices=("online", "cached"))  # cached: taps of each row are stored once

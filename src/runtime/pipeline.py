@@ -41,8 +41,8 @@ from drafters.logger import Logger
 from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
 from drafters.responses import RECORDS_NAME, ResponseSet, collect, read_responses, regenerate_slice
 from drafters.target import Target, default_taps
-from drafters.trainer import BEST, train
 from drafters.threads import set_threads
+from drafters.trainer import BEST, train
 from drafters.vocab import build, count_tokens
 from runtime import report as reports
 from runtime.engine import Engine
@@ -175,7 +175,8 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
     held_out = held_out_prompts(run)
     responses = find_responses(run, console)
     target = Target.load(run.target)
-    drafter = make_drafter(run, target, responses.records)
+    records = responses.records[: run.trainer.max_records]
+    drafter = make_drafter(run, target, records)
     logger = Logger(out_dir, run.logger, to_dict(run))
 
     taps = taps_of(run, target)
@@ -185,7 +186,7 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
         return quick_acceptance((model, taps), target, quick, run.runtime, run.eval.max_new_tokens)
 
     try:
-        result = train(drafter, target, responses.records, run, out_dir, acceptance, logger, console)
+        result = train(drafter, target, records, run, out_dir, acceptance, logger, console)
     finally:
         logger.close()
     if result.stopped:
@@ -196,14 +197,16 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
     best = checkpoint.find(out_dir / "checkpoints" / BEST)
     if best is not None:
         checkpoint.load_weights(best, drafter)
-    return export_and_measure(run, drafter, target, responses, held_out, console)
+    tokens = sum(len(record.response_ids) for record in records)
+    data = DataSummary(responses.meta["settings"]["data.source"], len(records), tokens, self_generated=True)
+    return export_and_measure(run, drafter, target, data, held_out, console)
 
 
 def export_and_measure(
     run: TrainRun,
     drafter: Eagle3Drafter,
     target: Target,
-    responses: ResponseSet,
+    data: DataSummary,
     held_out: Sequence[Prompt],
     console: Console,
 ) -> dict[str, Any]:
@@ -212,14 +215,11 @@ def export_and_measure(
     contract = describe_drafter(
         drafter, target, taps=taps_of(run, target), ttt_steps=run.drafter.ttt_steps, max_length=run.trainer.row_length
     )
-    meta = responses.meta
-    counts = meta["counts"]
-    summary = DataSummary(meta["settings"]["data.source"], counts["records"], counts["response_tokens"], True)
-    export = export_eagle3(drafter, target, contract, out_dir / "export", command=command_line(), data=summary)
+    export = export_eagle3(drafter, target, contract, out_dir / "export", command=command_line(), data=data)
     console.print(f"exported to {export}", soft_wrap=True, highlight=False)
     report = measure(target, export, held_out, run.runtime, run.eval, SamplingConfig(), console)
     reports.write(report, out_dir, console)
-    add_report(export, target, contract, summary, report)
+    add_report(export, target, contract, data, report)
     reports.check_lossless(report)
     return report
 

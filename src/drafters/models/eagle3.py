@@ -111,11 +111,11 @@ class Eagle3Drafter(nn.Module):
         """Look ids [..] up in the target's embedding; returns [.., H] in the drafter's dtype."""
         if self.embedding is None:
             raise ContractError("the drafter has no embedding yet. Call bind_embedding(target.embed_weight).")
-        return functional.embedding(ids, self.embedding).to(self.fc.weight.dtype)
+        return functional.embedding(ids, self.embedding).to(self.norm.weight.dtype)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Fuse tapped target features [.., taps*Ht] into drafter features [.., H]."""
-        taps = taps.to(self.fc.weight.dtype)
+        taps = taps.to(self.norm.weight.dtype)
         if self.shape.fc_norm:
             parts = taps.split(self.shape.target_hidden_size, dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
