@@ -127,7 +127,8 @@ class EagleProposer(Proposer):
             scores, best = child_scores.topk(k, dim=-1)
             tokens = child_tokens.gather(1, best)
             parent = best // k
-            hidden = self.drafter.feedback(out).gather(1, parent[..., None].expand(-1, -1, out.shape[-1]))
+            above = parent[..., None].expand(-1, -1, out.shape[-1]).to(out.device)
+            hidden = self.drafter.feedback(out).gather(1, above)
             seen = seen.gather(1, parent[..., None].expand(-1, -1, width))
             frontier = best + count + 1
             count += k * k
