@@ -1,0 +1,65 @@
+"""Which answers a training run takes, and what it leaves when it is started again."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from runtime import pipeline
+from tests.helpers import settings
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Where find_responses went: the folder it read, or "collected"."""
+    found = []
+    monkeypatch.setattr(pipeline.Target, "load", lambda cfg: None)
+    monkeypatch.setattr(pipeline, "read_responses", lambda path: found.append(str(path)) or SimpleNamespace())
+    monkeypatch.setattr(pipeline, "check_responses", lambda found, target: (4, 4))
+    monkeypatch.setattr(pipeline, "collect_responses", lambda *args: found.append("collected"))
+    return found
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ((), "artifacts/smollm2-135m-responses"),
+        (("data.temperature=0.7",), "collected"),
+        (("data.num_prompts=5",), "collected"),
+        (("data=magpie",), "collected"),
+        (("target=llama3-8b",), "collected"),
+        (("data.responses=tests",), "tests"),
+        (("target.kept_responses=null",), "collected"),
+    ],
+)
+def test_kept_answers_serve_only_where_no_data_setting_asks_for_others(taken, tmp_path, overrides, expected):
+    run = settings("train", *overrides, f"output_dir={tmp_path}")
+    pipeline.find_responses(run, Console(file=io.StringIO()))
+    assert taken == [expected]
+
+
+def test_another_models_folder_does_not_take_the_kept_answers(taken, tmp_path):
+    run = settings("train", f"target.path={tmp_path}", f"output_dir={tmp_path}/out")
+    pipeline.find_responses(run, Console(file=io.StringIO()))
+    assert taken == ["collected"]
+
+
+def test_max_records_trains_on_the_first_and_counts_them(monkeypatch, tmp_path):
+    records = [SimpleNamespace(id=str(i), response_ids=[1] * i) for i in range(1, 6)]
+    seen = {}
+    monkeypatch.setattr(pipeline.Target, "load", lambda cfg: SimpleNamespace(num_layers=30))
+    monkeypatch.setattr(pipeline, "held_out_prompts", lambda run: [])
+    meta = {"settings": {"data.source": "builtin"}}
+    monkeypatch.setattr(pipeline, "find_responses", lambda *args: SimpleNamespace(records=records, meta=meta))
+    monkeypatch.setattr(pipeline, "make_drafter", lambda run, target, given: seen.update(vocabulary=len(given)))
+    result = SimpleNamespace(stopped=False)
+    monkeypatch.setattr(pipeline, "train", lambda drafter, target, given, *rest: seen.update(train=len(given)) or result)
+    monkeypatch.setattr(pipeline.checkpoint, "find", lambda folder: None)
+    monkeypatch.setattr(pipeline, "export_and_measure", lambda run, drafter, target, data, *rest: seen.update(data=data))
+    overrides = ("trainer.max_records=3", "logger.wandb=false", f"output_dir={tmp_path}")
+    pipeline.run_train(settings("train", *overrides), Console(file=io.StringIO()))
+    assert (seen["vocabulary"], seen["train"]) == (3, 3)
+    assert (seen["data"].records, seen["data"].tokens) == (3, 1 + 2 + 3)
