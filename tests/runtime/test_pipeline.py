@@ -56,9 +56,13 @@ def test_max_records_trains_on_the_first_and_counts_them(monkeypatch, tmp_path):
     monkeypatch.setattr(pipeline, "find_responses", lambda *args: SimpleNamespace(records=records, meta=meta))
     monkeypatch.setattr(pipeline, "make_drafter", lambda run, target, given: seen.update(vocabulary=len(given)))
     result = SimpleNamespace(stopped=False)
-    monkeypatch.setattr(pipeline, "train", lambda drafter, target, given, *rest: seen.update(train=len(given)) or result)
+    monkeypatch.setattr(
+        pipeline, "train", lambda drafter, target, given, *rest: seen.update(train=len(given)) or result
+    )
     monkeypatch.setattr(pipeline.checkpoint, "find", lambda folder: None)
-    monkeypatch.setattr(pipeline, "export_and_measure", lambda run, drafter, target, data, *rest: seen.update(data=data))
+    monkeypatch.setattr(
+        pipeline, "export_and_measure", lambda run, drafter, target, data, *rest: seen.update(data=data)
+    )
     overrides = ("trainer.max_records=3", "logger.wandb=false", f"output_dir={tmp_path}")
     pipeline.run_train(settings("train", *overrides), Console(file=io.StringIO()))
     assert (seen["vocabulary"], seen["train"]) == (3, 3)
