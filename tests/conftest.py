@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+USERS_CACHE = os.environ.get("OUTRIDER_CACHE")  # where a real target is kept between runs
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -12,6 +12,7 @@ from drafters.config_check import validate
 from drafters.config_store import register
 from drafters.errors import ContractError
 from drafters.target import Target
+from tests.conftest import USERS_CACHE
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "artifacts" / "smollm2-135m-eagle3"
@@ -24,7 +25,12 @@ def target() -> Target:
     register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run = validate(compose("serve", ["target.dtype=float32", "target.device=cpu"]))
-    return Target.load(run.target)
+    with pytest.MonkeyPatch.context() as patch:
+        if USERS_CACHE is None:
+            patch.delenv("OUTRIDER_CACHE", raising=False)
+        else:
+            patch.setenv("OUTRIDER_CACHE", USERS_CACHE)
+        return Target.load(run.target)
 
 
 @pytest.fixture(scope="module")
