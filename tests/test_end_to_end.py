@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,28 @@ def test_serve_generates_from_a_prompt(env, trained):
     out = run(env, "serve.py", "mode=generate", "prompt=hello", f"drafter.path={export}", "experiment=tiny",
               f"output_dir={trained}/generate")  # fmt: skip
     assert "tokens/s" in out
+
+
+def test_a_training_run_killed_at_step_10_of_20_ends_like_one_that_was_not(env, trained, tmp_path):
+    """A real SIGKILL; the export's weights and every logged loss are equal bit for bit."""
+    settings = ("experiment=tiny", f"data.responses={trained}/answers", "trainer.max_steps=20", "trainer.save_every=5",
+                "trainer.eval_every=100")  # fmt: skip
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(env, "train.py", *settings, f"output_dir={whole}")
+    command = [sys.executable, str(ROOT / "train.py"), *settings, f"output_dir={killed}"]
+    log = killed / "metrics.jsonl"
+    process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= 10):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -9, "the run ended before it could be killed"
+    assert not (killed / "export").exists()
+    run(env, "train.py", *settings, f"output_dir={killed}")
+    weights = [(folder / "export" / "model.safetensors").read_bytes() for folder in (whole, killed)]
+    assert weights[0] == weights[1]
+    losses = [
+        {row["step"]: row["train/loss"] for row in map(json.loads, text.splitlines()) if "train/loss" in row}
+        for text in ((whole / "metrics.jsonl").read_text(), log.read_text())
+    ]
+    assert losses[0] == losses[1]
+    assert sorted(losses[0]) == list(range(1, 21))

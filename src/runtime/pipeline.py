@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -273,6 +274,7 @@ def make_drafter(run: TrainRun, target: Target, records: Sequence[ResponseRecord
     """A drafter ready to train, on the target's device: from init_from, or new with the records' vocabulary."""
     if run.init_from is not None:
         return _init_from(run, target)
+    torch.manual_seed(run.trainer.seed)
     drafter = Eagle3Drafter(eagle3_shape(run.drafter, target))
     vocab = build(count_tokens(records, target.vocab_size), run.drafter.draft_vocab_size, target.eos_ids)
     drafter.bind_vocab(vocab.d2t, vocab.t2d)
