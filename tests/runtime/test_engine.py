@@ -6,6 +6,7 @@ import torch
 from drafters.errors import ConfigError
 from runtime import SamplingParams
 from runtime.engine import EngineConfig
+from runtime.metrics import Stats
 from runtime.proposers.ngram import NgramProposer
 from runtime.proposers.none import NoneProposer
 from runtime.request import Request
@@ -44,6 +45,19 @@ def test_no_proposer_changes_a_token(make_engine, plain, eagle, tiny_target, kin
     results = make_engine(proposer, batch_size=batch_size).generate(PROMPTS, params)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain(temperature)]
     assert [r.finish_reason for r in results] == [r.finish_reason for r in plain(temperature)]
+
+
+def test_an_untrained_drafter_changes_no_token_of_100_answers_and_accepts_next_to_nothing(make_engine, eagle):
+    prompts = [f"{i}: what comes after {i * i % 97}?" for i in range(100)]
+    params = SamplingParams(max_new_tokens=12)
+    drafted = make_engine(eagle, batch_size=8).generate(prompts, params)
+    expected = make_engine(NoneProposer(), batch_size=8).generate(prompts, params)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in expected]
+    assert len({tuple(r.token_ids) for r in drafted}) > 90  # a target that ignores its prompt would prove nothing
+    total = Stats()
+    for result in drafted:
+        total.add(result.stats)
+    assert 1.0 <= total.acceptance_length < 1.1
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
