@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from drafters.artifacts import verify_folder, write_folder
+from drafters.artifacts import sha256_file, verify_folder, write_folder
 from drafters.config import RandomSource, TargetConfig, WheelSource
 from drafters.errors import ArtifactError, TargetError
 
@@ -54,12 +54,6 @@ def _cached(name: str, build) -> Path:
             log.warning("making %s again: %s", folder, error)
     folder.parent.mkdir(parents=True, exist_ok=True)
     return write_folder(folder, build, KIND, {})
-
-
-def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of one file."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _check_hash(path: Path, expected: str, field: str) -> None:

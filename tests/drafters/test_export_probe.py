@@ -89,7 +89,8 @@ def test_a_near_tie_may_fall_either_way(tiny_target, folder):
         tensors["margin"][1, 4] = 1e-4
 
     edit_tensors(folder, flip, "probe.safetensors")
-    load_eagle3(folder, tiny_target)
+    _, contract = load_eagle3(folder, tiny_target)
+    assert contract.tap_indices == TAPS
 
 
 def test_probe_replay_refuses_nan(tiny_target, exported):
