@@ -1,54 +1,16 @@
-"""The target's forward over slots, with weights laid out once for the CPU's kernels."""
+"""The target's forward over slots."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.errors import TargetError
 from drafters.target import Target
 from runtime.attention import NAME
 from runtime.kv_cache import SlotCache
+from runtime.packing import pack_linears
 from runtime.tree import DraftTree
-
-PACKED_DTYPES = (torch.float32, torch.bfloat16)
-
-
-class PackedLinear(nn.Module):
-    """A bias-free or biased linear layer whose weight oneDNN has reordered once.
-
-    Plain F.linear reorders the weight on every call with more than one row, which makes verifying 2 tokens cost
-    twice as much as decoding 1. On CPUs without bfloat16 instructions a bfloat16 weight is packed as float32 and
-    the product rounded back: the same arithmetic, without emulation. Each row's result does not depend on how
-    many rows there are.
-    """
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.dtype = linear.weight.dtype
-        native = self.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self.compute = self.dtype if native else torch.float32
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(self.compute), None)
-        self.bias = None if linear.bias is None else linear.bias.detach().to(self.compute)
-
-    @property
-    def weight(self) -> Tensor:
-        """The plain weight [out, in], unpacked on demand."""
-        return self.packed.to_dense().to(self.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.ops.mkldnn._linear_pointwise(x.to(self.compute), self.packed, self.bias, "none", [], "")
-        return out.to(self.dtype)
-
-
-def pack_linears(module: nn.Module) -> nn.Module:
-    """Replaces each nn.Linear of a CPU module by a PackedLinear, in place; other devices are left alone."""
-    for name, child in list(module.named_modules()):
-        if isinstance(child, nn.Linear) and child.weight.device.type == "cpu" and child.weight.dtype in PACKED_DTYPES:
-            module.set_submodule(name, PackedLinear(child))
-    return module
-
 
 class TargetRunner:
     """Runs trees of several rows through the target in one forward."""

@@ -15,7 +15,7 @@ from drafters.export.official import load_eagle3
 from drafters.models.eagle3 import Eagle3Drafter
 from drafters.target import Target, default_taps
 from runtime.engine import Engine, EngineConfig
-from runtime.forward import pack_linears
+from runtime.packing import pack_linears
 from runtime.proposers.base import Proposer
 from runtime.proposers.eagle import EagleProposer
 from runtime.proposers.ngram import NgramProposer

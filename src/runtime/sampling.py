@@ -45,11 +45,42 @@ def keyed_gumbel(seed: int, position: int, size: int) -> Tensor:
     return -torch.log(-torch.log(uniform.clamp_(1e-300, 1 - 1e-16)))
 
 
-def choose(logits: Tensor, positions: list[int], params: SamplingParams) -> Tensor:
+class Noise:
+    """One request's Gumbel noise [V] by absolute position; computed once per position while it is needed."""
+
+    def __init__(self, seed: int, size: int):
+        self.seed, self.size = seed, size
+        self._known: dict[int, Tensor] = {}
+
+    def at(self, position: int) -> Tensor:
+        """The noise with which the token at this position is chosen, fp64 [V]."""
+        if position not in self._known:
+            self._known[position] = keyed_gumbel(self.seed, position, self.size)
+        return self._known[position]
+
+    def forget(self, before: int) -> None:
+        """Drops positions already decided."""
+        self._known = {position: noise for position, noise in self._known.items() if position >= before}
+
+
+@dataclass(frozen=True)
+class DraftNoise:
+    """What a proposer may know of the target's coming choices: temperature, and the noise by depth of the draft."""
+
+    noise: Noise
+    root: int  # absolute position of the tree's root
+    temperature: float
+
+    def at(self, depth: int) -> Tensor:
+        """The noise of the token at this depth (1: the root's children), fp64 [V]."""
+        return self.noise.at(self.root + depth)
+
+
+def choose(logits: Tensor, positions: list[int], params: SamplingParams, noise: Noise | None = None) -> Tensor:
     """The target's own next token after each node, ids [N] (Gumbel-max; argmax at temperature 0).
 
-    logits: [N, V]; positions: absolute position of the token being chosen, one per node. Raises ValueError
-    on a non-finite logit.
+    logits: [N, V]; positions: absolute position of the token being chosen, one per node; noise: the request's own,
+    made from the seed where it is not given. Raises ValueError on a non-finite logit.
     """
     top = logits.amax(-1)
     if not torch.isfinite(top).all():
@@ -58,5 +89,5 @@ def choose(logits: Tensor, positions: list[int], params: SamplingParams) -> Tens
     if params.temperature == 0.0:
         return logits.argmax(-1)
     scores = torch.log_softmax(logits.double() / params.temperature, -1)
-    noise = {p: keyed_gumbel(params.seed, p, logits.shape[-1]).to(logits.device) for p in set(positions)}
-    return (scores + torch.stack([noise[p] for p in positions])).argmax(-1)
+    noise = noise or Noise(params.seed, logits.shape[-1])
+    return (scores + torch.stack([noise.at(p) for p in positions]).to(logits.device)).argmax(-1)

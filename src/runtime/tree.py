@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,17 +13,27 @@ class DraftTree:
     """Candidate continuations of one row, parents before children.
 
     tokens[0] is the root (committed, not yet in the target's cache); parents[0] is -1; depths[0] is 0.
+    scores: the proposer's own log probability of the path down to each node, 0 at the root, never above the
+    parent's; empty where a proposer has none. sources: who proposed each node, "" at the root.
+    draft_probs: only for the rejection rule, fp64 [N, V]: the distribution each node's children were drawn from
+    without replacement, in the order of their numbers; None: the children were not drawn, any rule may use them.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     depths: tuple[int, ...]
+    scores: tuple[float, ...] = ()
+    sources: tuple[str, ...] = ()
+    draft_probs: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents) or len(self.tokens) != len(self.depths):
             raise ValueError(f"a tree needs equally many tokens, parents and depths, at least one: {self}")
         if self.parents[0] != -1 or self.depths[0] != 0:
             raise ValueError("node 0 must be the root: parent -1, depth 0")
+        for name in ("scores", "sources"):
+            if getattr(self, name) and len(getattr(self, name)) != len(self.tokens):
+                raise ValueError(f"a tree of {len(self.tokens)} nodes has {len(getattr(self, name))} {name}")
         seen: set[tuple[int, int]] = set()
         for node in range(1, len(self.tokens)):
             parent = self.parents[node]

@@ -7,15 +7,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from runtime.sampling import DraftNoise
 from runtime.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of one row's tree: nodes (root included) and depth of the deepest node."""
+    """Limits of one row's tree: nodes (root included), depth of the deepest node, and how the row samples.
+
+    noise: None at temperature 0; else the noise with which the target will choose the token at each depth, for
+    proposers that can draft with it (coupled drafting). drawn: the row is verified by rejection: a proposer that
+    has distributions draws a tree of a fixed shape from them with this noise, which then is not the target's.
+    """
 
     nodes: int
     depth: int
+    noise: DraftNoise | None = None
+    drawn: bool = False
 
 
 class Proposer(ABC):
@@ -26,6 +34,7 @@ class Proposer(ABC):
 
     name: str
     taps: tuple[int, ...] = ()  # HF hidden_states indices it needs of the target
+    wants_logits: bool = False  # observe() is called
 
     def reserve(self, num_rows: int, num_slots: int) -> None:  # noqa: B027 (most proposers keep no cache)
         """Caches must hold num_rows rows of num_slots tokens from now on; called while no row runs."""
@@ -41,6 +50,9 @@ class Proposer(ABC):
     @abstractmethod
     def commit(self, row: int, tokens: list[int], taps: Tensor | None) -> None:
         """Tokens were accepted, the last is the next root; taps [len(tokens), K*Ht] of the nodes before them."""
+
+    def observe(self, row: int, tree: DraftTree, logits: Tensor) -> None:  # noqa: B027 (most proposers do not look)
+        """The target's raw logits [N, V] at the nodes of the tree just verified; before commit()."""
 
     @abstractmethod
     def release(self, row: int) -> None:

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from runtime.attention import grouped_attention
-from runtime.forward import PackedLinear, pack_linears
+from runtime.packing import HALF_CHANGE, PackedLinear, fits_half, pack_linears
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -17,8 +17,9 @@ def test_packed_linear_equals_the_plain_one(bias):
 
 
 def test_each_rows_product_ignores_the_other_rows():
-    """What makes a verified token equal a plainly decoded one bit for bit, up to attention."""
+    """What makes a verified token equal a plainly decoded one, to the last bits: bit for bit where oneDNN multiplies."""
     packed = PackedLinear(nn.Linear(64, 96, bias=False))
+    assert not packed.half
     x = torch.randn(16, 64)
     with torch.inference_mode():
         whole = packed(x)
@@ -34,6 +35,33 @@ def test_bfloat16_products_are_rounded_float32_products():
         assert out.dtype == torch.bfloat16
         exact = (x.double() @ linear.weight.double().T).to(torch.bfloat16)
         assert (out.float() - exact.float()).abs().max() <= 2**-7 * exact.float().abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_weight_of_a_half_precision_checkpoint_is_stored_as_half_and_multiplied_in_float32(dtype, bias):
+    linear = nn.Linear(64, 32, bias=bias).to(torch.bfloat16).to(dtype)
+    packed = PackedLinear(linear)
+    assert packed.half
+    assert torch.equal(packed.weight, linear.weight)
+    x = torch.randn(7, 64).to(dtype)
+    with torch.inference_mode():
+        exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+        error = (packed(x).double() - exact).abs().max()
+        assert error <= (2e-6 if dtype == torch.float32 else 2**-8 * exact.abs().max())
+        assert packed(x[:0]).shape == (0, 32)
+
+
+@pytest.mark.parametrize(("number", "fits"), [(1.0, True), (0.1, False), (1 + 2**-12, False), (1e5, False)])
+def test_a_weight_that_half_precision_would_change_is_not_stored_as_half(number, fits):
+    weight = torch.tensor([[0.5, number]])
+    assert fits_half(weight) == fits
+
+
+def test_only_the_tiniest_numbers_of_a_half_precision_weight_may_change():
+    tiny = torch.tensor([[2.0**-20 * (1 + 2.0**-7)]])
+    assert fits_half(tiny)
+    assert 0 < (tiny.half().float() - tiny).abs() <= HALF_CHANGE
 
 
 def test_pack_linears_replaces_every_linear_once():

@@ -1,0 +1,62 @@
+"""Linear layers with their weights laid out once for the CPU's kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
+HALF_CHANGE = 2.0**-25  # most that fp16's smallest numbers round a bf16 weight: below fp32's own error in a product
+
+
+class PackedLinear(nn.Module):
+    """A bias-free or biased linear layer whose weight has been reordered once; plain F.linear does so on every call.
+
+    A weight that fp16 holds (any that came from a bf16 or fp16 checkpoint) is stored as fp16 and multiplied in
+    fp32: half the memory traffic, which is what one decode step costs. Other weights go through oneDNN as they
+    are. On CPUs without bfloat16 instructions bf16 layers multiply in fp32 and round the result back.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        weight = linear.weight.detach()
+        self.dtype = weight.dtype
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        native = self.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.compute = torch.bfloat16 if native else torch.float32
+        weight = weight.to(self.compute)
+        bias = None if linear.bias is None else linear.bias.detach().to(self.compute)
+        self.half = not native and fits_half(weight)
+        if self.half:
+            self.packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        else:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            self.bias = bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight [out, in], unpacked on demand."""
+        plain = torch.ops.quantized.linear_unpack_fp16(self.packed)[0] if self.half else self.packed.to_dense()
+        return plain.to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.compute)
+        if self.half:
+            out = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out.to(self.dtype)
+
+
+def fits_half(weight: Tensor) -> bool:
+    """Whether fp16 holds every number of an fp32 weight, the tiniest rounded by at most HALF_CHANGE."""
+    engines = torch.backends.quantized.supported_engines
+    return "fbgemm" in engines and bool(((weight.half().float() - weight).abs() <= HALF_CHANGE).all())
+
+
+def pack_linears(module: nn.Module) -> nn.Module:
+    """Replaces each nn.Linear of a CPU module by a PackedLinear, in place; other devices are left alone."""
+    for name, child in list(module.named_modules()):
+        if isinstance(child, nn.Linear) and child.weight.device.type == "cpu" and child.weight.dtype in PACKED_DTYPES:
+            module.set_submodule(name, PackedLinear(child))
+    return module
