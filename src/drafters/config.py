@@ -291,6 +291,7 @@ class DistillRun(Section):
     target: TargetConfig = MISSING
     data: DataConfig = MISSING
     output_dir: str = MISSING
+    features: bool = False  # also keep the hidden states EAGLE-3 taps: training then need not run the target
     inspect: int = option(0, low=0)  # print this many collected rows with supervised tokens coloured
 
 

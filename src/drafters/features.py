@@ -1,34 +1,24 @@
-"""The target's side of a batch: computed on the spot, or once per document and kept in a checksummed store."""
+"""The target's side of a batch: computed on the spot, or once per document and kept in a store."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
-import shutil
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from drafters.artifacts import atomic_write_json
 from drafters.batches import Batch, mask4d
 from drafters.errors import ArtifactError
 from drafters.losses import make_teacher
 from drafters.models.ttt import Features, Layout
+from drafters.store import FeatureStore, document_key
 from drafters.target import Target
 
 log = logging.getLogger(__name__)
 
-SHARD_BYTES = 64 << 20
 LOGIT_ELEMENTS = 1 << 23
-FORMAT_VERSION = 1
 
 
 def target_choice(target: Target, last_hidden: Tensor) -> Tensor:
@@ -77,53 +67,40 @@ class OnlineFeatures(_Teaching):
         """Nothing is kept."""
 
 
-@dataclass(frozen=True)
-class _Entry:
-    shard: Path
-    checksum: int
-
-
 class CachedFeatures(_Teaching):
-    """Runs the target once per document, alone, and keeps bf16 taps, last hidden states and its choices on disk.
+    """Runs the target once per document, alone, and keeps what it said in a FeatureStore.
 
     A document is run by itself so that its numbers do not depend on its neighbours in a row: a resumed run reads
-    what another one would have computed. Per token it takes 2 * (taps + 1) * Ht bytes.
+    what another one would have computed. Documents that were stored while the responses were collected are read
+    from there.
     """
 
     def __init__(
-        self, target: Target, taps: tuple[int, ...], t2d: Tensor, dtype: torch.dtype, folder: Path, rank: int = 0
+        self,
+        target: Target,
+        taps: tuple[int, ...],
+        t2d: Tensor,
+        dtype: torch.dtype,
+        folder: Path,
+        rank: int = 0,
+        collected: Path | None = None,
     ) -> None:
-        """Open or make the store of this target, its taps and dtype under `folder`."""
+        """Open or make the store under `folder`; collected: the folder of a store to read beside it, if it exists."""
         super().__init__(target, taps, t2d, dtype)
-        identity = {
-            **{name: value for name, value in target.fingerprint.items() if name.endswith("sha256")},
-            "taps": list(taps),
-            "target_dtype": str(target.dtype),
-            "format_version": FORMAT_VERSION,
-        }
-        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        self.folder = folder / key[:16]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.rank = rank
-        atomic_write_json(self.folder / "store.json", {"target": target.name, **identity})
-        self._index: dict[str, _Entry] = {}
-        self._open: dict[Path, safe_open] = {}
-        self._fresh: dict[str, dict[str, Tensor]] = {}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            self._register(path)
-
-    def bytes_per_token(self) -> int:
-        """Return the bytes one token takes in the store."""
-        return 2 * (len(self.taps) + 1) * self.target.hidden_size
+        self.store = FeatureStore(target, taps, folder, rank)
+        known = collected is not None and collected.is_dir()
+        self.collected = FeatureStore(target, taps, collected, rank) if known else None
 
     def reserve(self, tokens: int) -> None:
         """Say how large the store may become; raises ArtifactError when the disk cannot hold `tokens` tokens."""
-        needed, free = tokens * self.bytes_per_token(), shutil.disk_usage(self.folder).free
-        present = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        log.info("feature store %s: %.2f GB present, up to %.2f GB in all", self.folder, present / 1e9, needed / 1e9)
+        needed, free = tokens * self.store.bytes_per_token, self.store.free()
+        present = self.store.size() + (self.collected.size() if self.collected else 0)
+        log.info(
+            "feature store %s: %.2f GB present, up to %.2f GB in all", self.store.folder, present / 1e9, needed / 1e9
+        )
         if needed - present > free:
             raise ArtifactError(
-                f"the feature store {self.folder} may need {(needed - present) / 1e9:.2f} GB more, the disk has "
+                f"the feature store {self.store.folder} may need {(needed - present) / 1e9:.2f} GB more, the disk has "
                 f"{free / 1e9:.2f} GB free. Set trainer.features=online, fewer prompts, or another output_dir."
             )
 
@@ -143,63 +120,17 @@ class CachedFeatures(_Teaching):
         return self._features(taps, last, choice)
 
     def _document(self, ids: Tensor, answers: Tensor) -> dict[str, Tensor]:
-        key = hashlib.sha256(ids.numpy().tobytes() + answers.numpy().tobytes()).hexdigest()
-        if key in self._fresh:
-            return self._fresh[key]
-        if key in self._index:
-            return self._read(key)
+        key = document_key(ids, answers)
+        found = self.store.get(key) or (self.collected.get(key) if self.collected else None)
+        if found is not None:
+            return found
         device = self.target.device
         mask = torch.ones(len(ids), len(ids), dtype=torch.bool, device=device).tril()[None, None]
         positions = torch.arange(len(ids), device=device)[None]
         taps, last = self.target.hidden(ids[None].to(device), positions, mask, self.taps)
         last = last[0, :-1][answers[1:].to(device)]
-        tensors = {
-            "taps": taps[0, :-1].to(torch.bfloat16).cpu(),
-            "last": last.to(torch.bfloat16).cpu(),
-            "choice": target_choice(self.target, last).cpu(),
-        }
-        self._fresh[key] = tensors
-        if sum(t.nbytes for entry in self._fresh.values() for t in entry.values()) >= SHARD_BYTES:
-            self.flush()
-        return tensors
+        return self.store.put(key, taps[0, :-1], last, target_choice(self.target, last))
 
     def flush(self) -> None:
-        """Write the documents computed since the last shard as a new one."""
-        if not self._fresh:
-            return
-        tensors = {f"{key}.{name}": t.contiguous() for key, entry in self._fresh.items() for name, t in entry.items()}
-        checksums = {key: str(_checksum(entry)) for key, entry in self._fresh.items()}
-        count = len(list(self.folder.glob(f"{self.rank:05d}-*.safetensors")))
-        path = self.folder / f"{self.rank:05d}-{count:06d}.safetensors"
-        temp = path.with_suffix(".tmp")
-        save_file(tensors, temp, metadata=checksums)
-        os.replace(temp, path)
-        self._fresh = {}
-        self._register(path)
-
-    def _register(self, path: Path) -> None:
-        try:
-            shard = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ArtifactError(f"{path} is damaged ({error}). Delete it: its documents are computed again.") from error
-        self._open[path] = shard
-        self._index.update({key: _Entry(path, int(value)) for key, value in shard.metadata().items()})
-
-    def _read(self, key: str) -> dict[str, Tensor]:
-        entry = self._index[key]
-        shard = self._open[entry.shard]
-        tensors = {name: shard.get_tensor(f"{key}.{name}") for name in ("taps", "last", "choice")}
-        found = _checksum(tensors)
-        if found != entry.checksum:
-            raise ArtifactError(
-                f"{entry.shard}: document {key[:12]} has checksum {found}, {entry.checksum} was written. "
-                "Delete the file: its documents are computed again."
-            )
-        return tensors
-
-
-def _checksum(tensors: dict[str, Tensor]) -> int:
-    total = 0
-    for name in sorted(tensors):
-        total = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy(), total)
-    return total
+        """Write what is still in memory."""
+        self.store.flush()

@@ -27,6 +27,7 @@ from drafters.logger import Logger
 from drafters.models.eagle3 import Eagle3Drafter
 from drafters.models.ttt import TestTimeTraining, make_layout
 from drafters.schedule import depth_at, hold_out, learning_rate, stop_requests
+from drafters.store import FOLDER
 from drafters.tallies import Window, flatten, means, simulated_acceptance_length, summary
 from drafters.target import DTYPES, Target, default_taps
 from drafters.threads import set_threads
@@ -83,18 +84,20 @@ class Trainer:
         self.contract = describe_drafter(
             drafter, target, taps=self.taps, ttt_steps=cfg.drafter.ttt_steps, max_length=cfg.trainer.row_length
         )
-        self.features = self._feature_source(Path(out_dir) / "features", records)
+        self.features = self._feature_source(Path(out_dir), records)
         self.settings = self._settings()
         self.step, self.best_value, self.best_step = 0, None, None
         self.window = Window(cfg.drafter.ttt_steps, self.device)
 
     # ---- set-up
 
-    def _feature_source(self, folder: Path, records: Sequence[ResponseRecord]) -> FeatureSource:
+    def _feature_source(self, out_dir: Path, records: Sequence[ResponseRecord]) -> FeatureSource:
         dtype = DTYPES[self.cfg.trainer.dtype]
         if self.cfg.trainer.features == "online":
             return OnlineFeatures(self.target, self.taps, self.drafter.t2d, dtype)
-        store = CachedFeatures(self.target, self.taps, self.drafter.t2d, dtype, folder, self.rank)
+        responses = Path(self.cfg.data.responses or out_dir / "responses").expanduser()
+        folders = {"folder": out_dir / FOLDER, "collected": responses / FOLDER}
+        store = CachedFeatures(self.target, self.taps, self.drafter.t2d, dtype, rank=self.rank, **folders)
         length = self.cfg.trainer.row_length
         store.reserve(sum(min(length, len(r.prompt_ids) + len(r.response_ids)) for r in records))
         return store

@@ -192,10 +192,11 @@ class Engine:
         tokens = [*(tree.tokens[node] for node in found.path[1:]), found.next_token]
         emitted = request.push_all(tokens)
         request.stats.count(len(tree) - 1, min(len(found.path) - 1, emitted), emitted)
+        before = list(found.path[:emitted])  # the node before each emitted token
+        self.proposer.commit(row, tokens[:emitted], None if taps is None else taps[before])
         if request.finish_reason is not None:
             return True
         self._runner.cache.commit(row, slots, [slots[node] for node in found.path])
-        self.proposer.commit(row, tokens, None if taps is None else taps[list(found.path)])
         return False
 
     def _release(self, row: int) -> None:

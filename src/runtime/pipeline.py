@@ -37,10 +37,12 @@ from drafters.errors import ConfigError
 from drafters.export.card import DataSummary, model_card
 from drafters.export.official import KIND, describe_drafter, export_eagle3, load_eagle3, shape_of
 from drafters.facts import facts_from
+from drafters.features import target_choice
 from drafters.generation import Generate
 from drafters.logger import Logger
 from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
 from drafters.responses import RECORDS_NAME, ResponseSet, collect, read_responses, regenerate_slice
+from drafters.store import FOLDER, FeatureStore, document_key
 from drafters.target import Target, default_taps
 from drafters.threads import set_threads
 from drafters.trainer import BEST, train
@@ -48,6 +50,7 @@ from drafters.vocab import build, count_tokens
 from runtime import report as reports
 from runtime.engine import Engine
 from runtime.evaluate import eval_prompts, evaluate, measure, quick_acceptance
+from runtime.proposers.recorder import Recorder
 from runtime.sampling import SamplingParams
 from runtime.terminal import chat, generate_once
 
@@ -80,7 +83,7 @@ def run_distill(run: DistillRun, console: Console) -> ResponseSet:
     """distill.py: leave output_dir/responses.jsonl and its manifest; inspect=N shows N rows."""
     set_threads(None)
     target = Target.load(run.target)
-    found = collect_responses(run.data, target, Path(run.output_dir), console)
+    found = collect_responses(run.data, target, Path(run.output_dir), console, run.features)
     counts = found.meta["counts"]
     console.print(
         f"{found.folder / RECORDS_NAME}: {counts['records']} records, {counts['response_tokens']} response tokens",
@@ -96,16 +99,24 @@ def run_distill(run: DistillRun, console: Console) -> ResponseSet:
     return found
 
 
-def collect_responses(data: DataConfig, target: Target, folder: Path, console: Console) -> ResponseSet:
-    """Have the target answer the source's training prompts into `folder`; goes on where a killed run stopped."""
+def collect_responses(
+    data: DataConfig, target: Target, folder: Path, console: Console, features: bool = False
+) -> ResponseSet:
+    """Have the target answer the source's training prompts into `folder`; goes on where a killed run stopped.
+
+    features: also keep the hidden states an EAGLE-3 drafter taps by default, in folder/features.
+    """
     engine = Engine.load(target, "none", batch_size=data.batch_size)
     answers = generator(engine, data.temperature, data.max_new_tokens)
+    store = FeatureStore(target, default_taps(target.num_layers), folder / FOLDER) if features else None
+    if store is not None:
+        answers = recording(target, store, data)
     turns = None
     if isinstance(data, MagpieData):
         turns = generator(engine, data.user_temperature, data.max_prompt_tokens)
     prompts = load_prompts(data)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        return collect(
+        found = collect(
             prompts,
             target,
             answers,
@@ -115,6 +126,10 @@ def collect_responses(data: DataConfig, target: Target, folder: Path, console: C
             progress=progress if console.is_terminal else None,
             command=command_line(),
         )
+    if store is not None:
+        store.flush()
+        log.info("%s: %.2f GB of hidden states", store.folder, store.size() / 1e9)
+    return found
 
 
 def generator(engine: Engine, temperature: float, max_new_tokens: int) -> Generate:
@@ -124,6 +139,29 @@ def generator(engine: Engine, temperature: float, max_new_tokens: int) -> Genera
         params = [SamplingParams(max_new_tokens, temperature, seed) for _, seed in rows]
         for index, result in engine.complete([ids for ids, _ in rows], params):
             yield index, list(result.token_ids), result.finish_reason
+
+    return generate
+
+
+def recording(target: Target, store: FeatureStore, data: DataConfig) -> Generate:
+    """A generator that puts each answer's hidden states into the store, before the answer is recorded."""
+    recorder = Recorder((*default_taps(target.num_layers), target.num_layers))
+    answers = generator(
+        Engine.load(target, recorder, batch_size=data.batch_size), data.temperature, data.max_new_tokens
+    )
+
+    def generate(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
+        for index, response, reason in answers(rows):
+            ids = torch.tensor(rows[index][0] + response)
+            states = recorder.take(ids.tolist())
+            if states is not None:
+                taps, last = states.split([states.shape[1] - target.hidden_size, target.hidden_size], -1)
+                last = last[-len(response) :]
+                asked = torch.arange(len(ids)) >= len(ids) - len(response)
+                greedy = data.temperature == 0.0  # then the answer is what the target chose
+                choice = torch.tensor(response) if greedy else target_choice(target, last)
+                store.put(document_key(ids, asked), taps, last, choice)
+            yield index, response, reason
 
     return generate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafters import features as features_module
+from drafters import store as store_module
 from drafters.batches import Batch, collate
 from drafters.errors import ArtifactError
 from drafters.features import CachedFeatures, OnlineFeatures
@@ -90,7 +90,7 @@ def test_all_filler_batch(tiny_target, t2d, tmp_path):
 
 
 def test_shards_are_cut_by_size(tiny_target, t2d, tmp_path, monkeypatch):
-    monkeypatch.setattr(features_module, "SHARD_BYTES", 1)
+    monkeypatch.setattr(store_module, "SHARD_BYTES", 1)
     source = store(tiny_target, t2d, tmp_path)
     source(batch_of((0, 1)), make_layout(batch_of((0, 1)), 2))
     assert len(shards(tmp_path)) == 2
@@ -98,8 +98,8 @@ def test_shards_are_cut_by_size(tiny_target, t2d, tmp_path, monkeypatch):
 
 def test_other_taps_get_another_store(tiny_target, t2d, tmp_path):
     one, other = store(tiny_target, t2d, tmp_path), store(tiny_target, t2d, tmp_path, taps=(1, 4, 5))
-    assert one.folder != other.folder
-    assert store(tiny_target, t2d, tmp_path, rank=1).folder == one.folder
+    assert one.store.folder != other.store.folder
+    assert store(tiny_target, t2d, tmp_path, rank=1).store.folder == one.store.folder
 
 
 def test_a_flipped_byte_and_a_cut_file_are_named(tiny_target, t2d, tmp_path):
@@ -120,8 +120,8 @@ def test_a_flipped_byte_and_a_cut_file_are_named(tiny_target, t2d, tmp_path):
 
 def test_a_disk_too_small_is_refused_with_both_sizes(tiny_target, t2d, tmp_path, monkeypatch):
     source = store(tiny_target, t2d, tmp_path)
-    assert source.bytes_per_token() == 2 * 4 * 64
+    assert source.store.bytes_per_token == 2 * 4 * 64
     source.reserve(1000)
-    monkeypatch.setattr(features_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**6}))
+    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**6}))
     with pytest.raises(ArtifactError, match=r"5.12 GB more, the disk has 0.00 GB free.*features=online"):
         source.reserve(10**7)

@@ -49,7 +49,8 @@ class Proposer(ABC):
 
     @abstractmethod
     def commit(self, row: int, tokens: list[int], taps: Tensor | None) -> None:
-        """Tokens were accepted, the last is the next root; taps [len(tokens), K*Ht] of the nodes before them."""
+        """Tokens were emitted, the last is the next root or ended the request; taps [len(tokens), K*Ht] of the nodes
+        before them."""
 
     def observe(self, row: int, tree: DraftTree, logits: Tensor) -> None:  # noqa: B027 (most proposers do not look)
         """The target's raw logits [N, V] at the nodes of the tree just verified; before commit()."""

@@ -1,0 +1,127 @@
+"""A store of the target's hidden states on disk: checksummed shards of whole documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafters.artifacts import atomic_write_json
+from drafters.errors import ArtifactError
+from drafters.target import Target
+
+SHARD_BYTES = 64 << 20
+FORMAT_VERSION = 1
+FOLDER = "features"  # the store's place beside collected responses and in a training run's folder
+
+
+@dataclass(frozen=True)
+class _Entry:
+    shard: Path
+    checksum: int
+
+
+def document_key(ids: Tensor, answers: Tensor) -> str:
+    """The name of a document in a store, from its ids int64 [T] and its answer mask bool [T]."""
+    return hashlib.sha256(ids.numpy().tobytes() + answers.numpy().tobytes()).hexdigest()
+
+
+class FeatureStore:
+    """Documents of one target, its taps and dtype: bf16 taps [T - 1, K*Ht], last [A, Ht], choice int64 [A].
+
+    last and choice are the final hidden states, and the target's own tokens, where one of the A answer tokens
+    comes next. Per token it takes at most 2 * (K + 1) * Ht bytes.
+    """
+
+    def __init__(self, target: Target, taps: tuple[int, ...], folder: Path, rank: int = 0) -> None:
+        """Open the store under `folder`, or make it."""
+        identity = {
+            **{name: value for name, value in target.fingerprint.items() if name.endswith("sha256")},
+            "taps": list(taps),
+            "target_dtype": str(target.dtype),
+            "format_version": FORMAT_VERSION,
+        }
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self.folder = folder / key[:16]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.rank = rank
+        self.bytes_per_token = 2 * (len(taps) + 1) * target.hidden_size
+        atomic_write_json(self.folder / "store.json", {"target": target.name, **identity})
+        self._index: dict[str, _Entry] = {}
+        self._open: dict[Path, safe_open] = {}
+        self._fresh: dict[str, dict[str, Tensor]] = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            self._register(path)
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+
+    def free(self) -> int:
+        """Bytes the disk has left."""
+        return shutil.disk_usage(self.folder).free
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        """A document's tensors, None where the store lacks it; raises ArtifactError when they are damaged."""
+        if key in self._fresh:
+            return self._fresh[key]
+        return self._read(key) if key in self._index else None
+
+    def put(self, key: str, taps: Tensor, last: Tensor, choice: Tensor) -> dict[str, Tensor]:
+        """Keeps a document, as it will be read back; written with the shard it falls into."""
+        half = torch.bfloat16
+        tensors = {"taps": taps.to(half).cpu(), "last": last.to(half).cpu(), "choice": choice.cpu()}
+        self._fresh[key] = tensors
+        if sum(t.nbytes for entry in self._fresh.values() for t in entry.values()) >= SHARD_BYTES:
+            self.flush()
+        return tensors
+
+    def flush(self) -> None:
+        """Write the documents computed since the last shard as a new one."""
+        if not self._fresh:
+            return
+        tensors = {f"{key}.{name}": t.contiguous() for key, entry in self._fresh.items() for name, t in entry.items()}
+        checksums = {key: str(_checksum(entry)) for key, entry in self._fresh.items()}
+        count = len(list(self.folder.glob(f"{self.rank:05d}-*.safetensors")))
+        path = self.folder / f"{self.rank:05d}-{count:06d}.safetensors"
+        temp = path.with_suffix(".tmp")
+        save_file(tensors, temp, metadata=checksums)
+        os.replace(temp, path)
+        self._fresh = {}
+        self._register(path)
+
+    def _register(self, path: Path) -> None:
+        try:
+            shard = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ArtifactError(f"{path} is damaged ({error}). Delete it: its documents are computed again.") from error
+        self._open[path] = shard
+        self._index.update({key: _Entry(path, int(value)) for key, value in shard.metadata().items()})
+
+    def _read(self, key: str) -> dict[str, Tensor]:
+        entry = self._index[key]
+        shard = self._open[entry.shard]
+        tensors = {name: shard.get_tensor(f"{key}.{name}") for name in ("taps", "last", "choice")}
+        found = _checksum(tensors)
+        if found != entry.checksum:
+            raise ArtifactError(
+                f"{entry.shard}: document {key[:12]} has checksum {found}, {entry.checksum} was written. "
+                "Delete the file: its documents are computed again."
+            )
+        return tensors
+
+
+def _checksum(tensors: dict[str, Tensor]) -> int:
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy(), total)
+    return total
