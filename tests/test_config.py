@@ -148,6 +148,7 @@ def test_sweep_jobs_get_folders_of_their_own():
 TRAINER_KEYS = ", ".join(keys(TrainerConfig))
 EAGLE3_KEYS = ", ".join(keys(Eagle3Config))
 TARGETS = ", ".join(options("target"))
+NODES = "must be a whole number >= 1 or auto."
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,13 @@ TARGETS = ", ".join(options("target"))
         ("train", ["plan=perhaps"], "plan=perhaps: must be true or false."),
         ("train", ["resume=maybe"], "resume=maybe: must be one of auto, never."),
         ("serve", ["mode=http"], "mode=http: must be one of eval, generate, chat."),
+        ("serve", ["verification=fast"], "verification=fast: must be one of coupled, rejection, typical."),
+        *(
+            (script, [f"runtime.num_draft_tokens={value}"], f"runtime.num_draft_tokens={shown}: {NODES}")
+            for script in ("train", "serve")
+            for value, shown in (("0", "0"), ("many", "many"), ("1.5", "1.5"), ("true", "True"), ("null", "None"))
+        ),
+        ("serve", ["sampling.top_p=0"], "sampling.top_p=0.0: must be a number > 0 and <= 1."),
         ("train", ["drafter.family=medusa"], "drafter.family=medusa: must be one of eagle3."),
         (
             "train",
@@ -227,7 +235,7 @@ TARGETS = ", ".join(options("target"))
         (
             "serve",
             ["drafter=eagle3"],
-            "drafter=eagle3: serve.py runs a trained drafter. Set drafter.path=EXPORT, none or ngram.",
+            "drafter=eagle3: serve.py runs a trained drafter. Set drafter.path=EXPORT; see --help for others.",
         ),
         (
             "serve",
@@ -279,7 +287,8 @@ def test_wrong_command_lines(script, overrides, answer):
         ("distill", ["data.responses=x"], ["data.responses=x", "Set output_dir=x"]),
         ("train", ["eval.prompts=nowhere"], ["eval.prompts=nowhere", "no such file"]),
         ("serve", ["eval.prompts=nowhere"], ["eval.prompts=nowhere", "no such file"]),
-        ("serve", ["drafter.path=nowhere"], ["drafter.path=nowhere", "export folder, none or ngram"]),
+        ("serve", ["drafter.path=nowhere"], ["drafter.path=nowhere", "no such folder", "Set drafter.path to"]),
+        ("serve", ["sampling.min_tokens=129"], ["sampling.min_tokens=129", "eval.max_new_tokens=128", "Lower it"]),
         ("serve", ["mode=generate"], ["mode=generate needs a prompt", 'Set prompt="..."']),
         ("serve", ["prompt=hello"], ["prompt='hello'", "mode=eval", "Set mode=generate"]),
     ],
@@ -297,6 +306,8 @@ def test_settings_at_odds(script, overrides, parts):
         ("train", ["target.device=cuda:1"]),
         ("train", ["runtime.depth=15"]),
         ("train", ["runtime.num_draft_tokens=1"]),  # plain decoding: depth is moot
+        ("serve", ["runtime.num_draft_tokens=auto", "runtime.depth=40"]),
+        ("serve", ["verification=typical", "sampling.min_tokens=128", "sampling.top_k=40", "sampling.top_p=0.9"]),
         ("train", ["drafter.curriculum=[]"]),
         ("serve", ["mode=generate", "prompt=hello"]),
         ("serve", ["drafter.path=none"]),
@@ -365,6 +376,7 @@ def test_describe_says_type_range_and_choices():
     assert describe(TrainerConfig, "features") == "one of online, cached"
     assert describe(Eagle3Config, "taps") == "a list, each entry a whole number >= 0 or null"
     assert describe(FAMILIES["data"]["hub"], "columns") == "a mapping of text to text"
+    assert describe(RuntimeConfig, "num_draft_tokens") == "a whole number >= 1 or auto"
     assert describe(TrainRun, "plan") == "true or false"
     assert describe(TrainRun, "init_from") == "text or null"
     assert describe(TrainRun, "trainer").startswith("a group of settings: epochs, ")

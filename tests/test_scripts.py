@@ -215,8 +215,9 @@ def test_wrong_settings_leave_with_2_and_one_line(tmp_path):
     done = _python(str(ROOT / "serve.py"), "drafter.path=nowhere", folder=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines() == [
-        f"error: drafter.path=nowhere: there is no such folder (looked in {tmp_path}). "
-        "Set drafter.path to an export folder, none or ngram."
+        f"error: drafter.path=nowhere: 'nowhere' is not a drafter: there is no such folder (looked in {tmp_path}). "
+        "Set drafter.path to an export folder, none, ngram, suffix, recycle, random, small:FOLDER, or several of them "
+        "joined by +."
     ]
 
 

@@ -41,15 +41,16 @@ SETTINGS = {
         drafter: path
         runtime: num_draft_tokens depth top_k batch_size max_length
         eval: prompts num_prompts max_new_tokens compare_transformers check_identity
-        sampling: temperature seed
-        .: mode prompt output_dir
+        sampling: temperature seed top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
+        sampling: min_tokens
+        .: verification mode prompt output_dir
     """,
 }
 
 REPORT_KEYS = """
     acceptance_length acceptance_at rounds drafted accepted emitted tokens_per_s plain_tokens_per_s
     transformers_tokens_per_s speedup speedup_vs_transformers identical prompts near_ties target drafter dtype
-    temperature command versions per_prompt
+    temperature command versions per_prompt time_share latency_ms by_proposer chosen_n predicted verification lossy
 """.split()
 
 

@@ -207,5 +207,5 @@ def _bad_override(error: CompactHydraException, script: str, arguments: list[str
         return " ".join(str(error).split())
     group, shown = named.group(1), _written(named.group(1), arguments)
     if script == "serve" and group == "drafter":
-        return f"{shown}: serve.py runs a trained drafter. Set drafter.path=EXPORT, none or ngram."
+        return f"{shown}: serve.py runs a trained drafter. Set drafter.path=EXPORT; see --help for others."
     return f"{shown}: {script}.py has no group {group!r}. Groups: {', '.join(GROUPS[script])}."

@@ -19,13 +19,17 @@ def option(
     default: Any,
     *,
     choices: tuple[str, ...] | None = None,
+    words: tuple[str, ...] = (),
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Dataclass field with the values config_check allows: one of `choices`, low <= x <= high, above < x < below."""
-    metadata = {"choices": choices, "low": low, "high": high, "above": above, "below": below}
+    """Dataclass field with the values config_check allows: one of `choices`, low <= x <= high, above < x < below.
+
+    words: texts allowed beside whole numbers, in a field typed Any.
+    """
+    metadata = {"choices": choices, "words": words, "low": low, "high": high, "above": above, "below": below}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -237,11 +241,15 @@ class LoggerConfig(Section):
 class RuntimeConfig(Section):
     """Tree drafting."""
 
-    num_draft_tokens: int = option(16, low=1)  # nodes of one verified tree, its root included
+    # Nodes of one verified tree, its root included; auto: as many each round as measured costs say pay, none included.
+    num_draft_tokens: Any = option(16, low=1, words=("auto",))  # OmegaConf 2.3 cannot merge int | str
     depth: int = option(5, low=1)
     top_k: int = option(4, low=1)
     batch_size: int = option(1, low=1)
     max_length: int | None = option(None, low=2)  # cache slots per row; null: as long as the prompts need
+
+
+LOSSY_RULES = ("typical",)  # of `verification`: the text is not the target's; labelled so wherever it shows
 
 
 @dataclass
@@ -257,10 +265,17 @@ class EvalConfig(Section):
 
 @dataclass
 class SamplingConfig(Section):
-    """How the target chooses its tokens."""
+    """How the target chooses its tokens: fields of the runtime's SamplingParams, under the same names."""
 
     temperature: float = option(0.0, low=0.0)
     seed: int = 0
+    top_k: int = option(0, low=0)  # 0: off
+    top_p: float = option(1.0, above=0.0, high=1.0)  # 1: off
+    min_p: float = option(0.0, low=0.0, high=1.0)  # 0: off
+    repetition_penalty: float = option(1.0, above=0.0)  # over prompt and answer; 1: off
+    presence_penalty: float = option(0.0, low=-2.0, high=2.0)  # over the answer alone; 0: off
+    frequency_penalty: float = option(0.0, low=-2.0, high=2.0)  # over the answer alone; 0: off
+    min_tokens: int = option(0, low=0)  # no end before so many tokens
 
 
 # ---- the three scripts
@@ -299,7 +314,7 @@ class DistillRun(Section):
 class ServedDrafter(Section):
     """Which drafter serve.py runs."""
 
-    path: str | None = None  # export folder | none | ngram; null: the newest export under outputs/
+    path: str | None = None  # see parse_drafter_path; null: the newest export under outputs/
 
 
 @dataclass
@@ -311,6 +326,8 @@ class ServeRun(Section):
     runtime: RuntimeConfig = MISSING
     eval: EvalConfig = MISSING
     sampling: SamplingConfig = MISSING
+    # How drafts are accepted. coupled: the text of plain decoding; rejection: its distribution; typical: lossy.
+    verification: str = option("coupled", choices=("coupled", "rejection", "typical"))
     mode: str = option("eval", choices=("eval", "generate", "chat"))
     prompt: str | None = None  # for mode=generate
     output_dir: str = MISSING

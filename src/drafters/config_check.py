@@ -22,6 +22,7 @@ from drafters.config import (
     TrainRun,
 )  # fmt: skip
 from drafters.config_store import target_name
+from drafters.drafter_path import parse_drafter_path
 from drafters.errors import ConfigError
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -100,6 +101,8 @@ def describe(schema: type, name: str) -> str:
     optional = type(None) in typing.get_args(hint)
     base = parts[0] if optional else hint
     rule = field.metadata
+    if rule.get("words"):
+        base = int
     if rule.get("choices"):
         text = "one of " + ", ".join(rule["choices"])
     elif typing.get_origin(base) is list:
@@ -110,7 +113,8 @@ def describe(schema: type, name: str) -> str:
         text = KINDS.get(base, "a group of settings: " + ", ".join(keys(base)) if _section_type(base) else "a value")
     signs = {"low": ">=", "above": ">", "high": "<=", "below": "<"}
     limits = [f"{sign} {rule[kind]:g}" for kind, sign in signs.items() if rule.get(kind) is not None]
-    return " ".join([text, " and ".join(limits)]).strip() + (" or null" if optional else "")
+    others = [*rule.get("words", ()), *(["null"] if optional else [])]
+    return " or ".join([" ".join([text, " and ".join(limits)]).strip(), *others])
 
 
 def suggest(path: str, run_type: type, allowed: list[str]) -> str:
@@ -182,7 +186,7 @@ def _check_ranges(section: Section, prefix: str) -> None:
         value, path = getattr(section, field.name), f"{prefix}{field.name}"
         if isinstance(value, Section):
             _check_ranges(value, f"{path}.")
-        elif value is not None and field.metadata:
+        elif field.metadata and (value is not None or field.metadata["words"]):
             for entry in value if isinstance(value, list) else [value]:
                 if not _allowed(entry, field.metadata):
                     raise ConfigError(f"{path}={value}: must be {describe(type(section), field.name)}.")
@@ -191,6 +195,8 @@ def _check_ranges(section: Section, prefix: str) -> None:
 def _allowed(value: Any, rule: typing.Mapping[str, Any]) -> bool:
     if rule["choices"] is not None:
         return value in rule["choices"]
+    if rule["words"] and (isinstance(value, bool) or not isinstance(value, int)):
+        return value in rule["words"]
     return (
         (rule["low"] is None or value >= rule["low"])
         and (rule["above"] is None or value > rule["above"])
@@ -275,6 +281,8 @@ def _check_eagle3(drafter: Eagle3Config, target: TargetConfig) -> None:
 def _check_runtime(run: TrainRun | ServeRun) -> None:
     _check_file(run.eval.prompts, "eval.prompts", "file")
     runtime = run.runtime
+    if runtime.num_draft_tokens == "auto":
+        return
     if runtime.num_draft_tokens > 1 and runtime.depth > runtime.num_draft_tokens - 1:
         raise ConfigError(
             f"runtime.depth={runtime.depth} needs runtime.num_draft_tokens >= {runtime.depth + 1} (root included), "
@@ -283,11 +291,12 @@ def _check_runtime(run: TrainRun | ServeRun) -> None:
 
 
 def _check_serve(run: ServeRun) -> None:
-    path = run.drafter.path
-    if path not in (None, "none", "ngram") and not Path(path).expanduser().is_dir():
+    if run.drafter.path is not None:
+        parse_drafter_path(run.drafter.path)
+    if run.sampling.min_tokens > run.eval.max_new_tokens:
         raise ConfigError(
-            f"drafter.path={path}: there is no such folder (looked in {Path.cwd()}). "
-            f"Set drafter.path to an export folder, none or ngram."
+            f"sampling.min_tokens={run.sampling.min_tokens} is more than "
+            f"eval.max_new_tokens={run.eval.max_new_tokens}. Lower it, or raise eval.max_new_tokens."
         )
     if run.mode == "generate" and not run.prompt:
         raise ConfigError('mode=generate needs a prompt, but prompt is empty. Set prompt="...".')

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drafters.artifacts import MANIFEST_NAME, read_manifest
 from drafters.contract import read_contract
+from drafters.drafter_path import CHOICES
 from drafters.errors import ArtifactError, ContractError
 from drafters.export.official import KIND
 from drafters.target import Target
@@ -27,7 +28,7 @@ def choose_drafter(path: str | None, target: Target, roots: tuple[Path, ...] = R
     if not found:
         raise ArtifactError(
             f"drafter.path is not set and there is no export under {' or '.join(map(str, roots))}. "
-            "Train one with train.py, or set drafter.path to an export, ngram or none."
+            f"Train one with train.py, or set drafter.path to {CHOICES}."
         )
     newest = found[0]
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -12,40 +14,69 @@ from torch import Tensor
 from drafters.chat import render_prompt
 from drafters.errors import ConfigError
 from drafters.target import Target
+from drafters.target_sources import cache_dir
+from runtime.calibration import Calibration
+from runtime.cost import AUTO_NODES, CostModel
+from runtime.cost_probe import probes
+from runtime.cost_table import CostTable, cost_key, measure, remembered
+from runtime.debug import Audit
 from runtime.forward import TargetRunner
+from runtime.metrics import RoundTime
+from runtime.processors import Processors
 from runtime.proposers.base import Budget, Proposer
+from runtime.proposers.none import NoneProposer
 from runtime.request import Request, Result
-from runtime.sampling import SamplingParams, choose
+from runtime.rules import decide
+from runtime.sampling import DraftNoise, Noise, SamplingParams, drawing_noise, require_choice
 from runtime.tree import DraftTree
-from runtime.verify import verify
+from runtime.verify import Verification, verify
+
+log = logging.getLogger(__name__)
+AUTO = "auto"
 
 Prompt = str | list[int] | list[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """num_draft_tokens: most nodes of a tree, the root included. depth: most drafts on a path. top_k: children per
-    node. batch_size: rows decoded together. max_length: longest prompt plus answer in tokens (None: the target's)."""
+    """num_draft_tokens: most nodes of a tree, the root included; "auto": each round as many as pay, none among the
+    choices. depth: most drafts on a path. top_k: children per node. batch_size: rows decoded together. max_length:
+    longest prompt plus answer in tokens (None: the target's). debug: after every round all state is computed again
+    from the text and compared."""
 
-    num_draft_tokens: int = 16
+    num_draft_tokens: int | str = 16
     depth: int = 5
     top_k: int = 4
     batch_size: int = 1
     max_length: int | None = None
+    debug: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("num_draft_tokens", 1), ("depth", 1), ("top_k", 1), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"runtime.{name} is {getattr(self, name)}; set it to {least} or more.")
+        if isinstance(self.num_draft_tokens, str) and self.num_draft_tokens != AUTO:
+            raise ConfigError(f"runtime.num_draft_tokens is {self.num_draft_tokens!r}; set it to a number or {AUTO}.")
+        for name in ("nodes", "depth", "top_k", "batch_size"):
+            if getattr(self, name) < 1:
+                shown = "num_draft_tokens" if name == "nodes" else name
+                raise ConfigError(f"runtime.{shown} is {getattr(self, name)}; set it to 1 or more.")
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes a tree may have."""
+        return AUTO_NODES if self.num_draft_tokens == AUTO else self.num_draft_tokens
 
 
 class Engine:
     """Decodes requests with a target and a proposer; the proposer changes the speed, never a token."""
 
-    def __init__(self, target: Target, proposer: Proposer, config: EngineConfig):
+    def __init__(
+        self, target: Target, proposer: Proposer, config: EngineConfig, calibration: Calibration | None = None
+    ):
+        """calibration: the one a merging proposer ranks by; None: the engine's own."""
         self.target = target
         self.proposer = proposer
         self.config = config
+        self.calibration = calibration or Calibration()
+        self.cost: CostModel | None = None  # made with the first caches, where num_draft_tokens is auto
         self.max_length = min(config.max_length or target.max_length, target.max_length)
         self._runner: TargetRunner | None = None
         self._rows: list[Request | None] = [None] * config.batch_size
@@ -93,7 +124,11 @@ class Engine:
                 f"the limit of {self.max_length}. Lower eval.max_new_tokens, shorten the prompt, or raise "
                 "runtime.max_length up to the target's own limit."
             )
-        return Request(index, ids, params, self.target.tokenizer, self.target.eos_ids)
+        params.check_vocabulary(self.target.vocab_size)
+        device = self.target.device
+        noise = Noise(params.seed, self.target.vocab_size, device) if params.temperature else None
+        processors = Processors.build(params, len(ids), self.target.eos_ids, device)
+        return Request(index, ids, params, self.target.tokenizer, self.target.eos_ids, noise, processors)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: ids as they are, a text as one user turn, messages by the chat template."""
@@ -122,20 +157,78 @@ class Engine:
 
     def _reserve(self, length: int) -> None:
         """Makes caches that hold the longest of the requests; kept while they are large enough."""
-        slots = length + self.config.num_draft_tokens
+        slots = length + self.config.nodes
         if self._runner is None or self._runner.cache.num_slots < slots:
             slots = -(-slots // 256) * 256
-            self._runner = TargetRunner(self.target, self.config.batch_size, slots, self.proposer.taps)
-            self.proposer.reserve(self.config.batch_size, slots)
+            rows = self.config.batch_size
+            self._runner = TargetRunner(self.target, rows, slots, self.proposer.taps, self.config.debug)
+            self.proposer.reserve(rows, slots)
+        if self.cost is None and self.config.num_draft_tokens == AUTO and not isinstance(self.proposer, NoneProposer):
+            self.cost = self._measured()
+
+    def _measured(self) -> CostModel:
+        """A cost model from forwards and drafts timed now, or on this machine before."""
+        rows, nodes, depth = sizes = (self.config.batch_size, self.config.nodes, self.config.depth)
+        key = cost_key(self.target, self.proposer.name, sizes)
+        with probes(self._runner, self.proposer, rows, nodes) as (verify_probe, draft_probe):
+            found = remembered(cache_dir() / "costs", key, lambda: measure(verify_probe, draft_probe, sizes))
+        table = CostTable(found, rows, nodes, depth)
+        log.info("costs: %s", table.summary())
+        return CostModel(table, self.calibration, depth)
 
     def step(self) -> list[Request]:
         """One round for every running row, admitting waiting requests first; returns the finished ones."""
         finished = self._admit()
         rows = [row for row, request in enumerate(self._rows) if request is not None]
         if rows:
-            trees = self.proposer.propose({row: self._budget(self._rows[row]) for row in rows})
-            finished += self._verify(rows, trees)
+            finished += self._round(rows)
         return finished
+
+    def _round(self, rows: list[int]) -> list[Request]:
+        """Propose, verify, commit; counts and times the round. Returns the requests that it finished."""
+        requests = {row: self._rows[row] for row in rows}
+        began = perf_counter()
+        budgets = {row: self._budget(request) for row, request in requests.items()}
+        trees = self.proposer.propose(self.cost.plan(budgets) if self.cost else budgets)
+        if self.cost:
+            trees = self.cost.trim(trees)
+        drafted = perf_counter()
+        taps, slots, logits = self._verify(rows, trees)
+        verified = perf_counter()
+        found = dict(zip(rows, self._decisions(rows, trees, logits)))
+        sampled = perf_counter()
+        emitted = {row: self._commit(row, trees[row], found[row], slots[row], taps.get(row)) for row in rows}
+        for row in rows:
+            if self._rows[row].finish_reason is not None:
+                self._release(row)
+        ended = perf_counter()
+        took = RoundTime(drafted - began, verified - drafted, sampled - verified, ended - sampled)
+        self._observe(requests, trees, found, emitted, budgets, took)
+        if self.config.debug:
+            running = {row: request for row, request in enumerate(self._rows) if request is not None}
+            Audit(self._runner, self.proposer).check({row: [*r.prompt_ids, *r.token_ids] for row, r in running.items()})
+        return [request for request in requests.values() if request.finish_reason is not None]
+
+    def _observe(
+        self,
+        requests: dict[int, Request],
+        trees: dict[int, DraftTree],
+        found: dict[int, Verification],
+        emitted: dict[int, int],
+        budgets: dict[int, Budget],
+        took: RoundTime,
+    ) -> None:
+        """Tells the statistics, and what learns from rounds, how this one went."""
+        for row, request in requests.items():
+            predicted = self.cost.expected[row] if self.cost else None
+            request.stats.verified(trees[row], found[row].path, emitted[row], predicted)
+            request.stats.time(took, emitted[row], len(requests))
+        if self.cost:
+            paths = {row: each.path for row, each in found.items()}
+            self.cost.observe(trees, paths, took.draft, took.total - took.draft)
+        else:
+            for row, tree in trees.items():
+                self.calibration.update(tree, found[row].path, budgets[row].noise is not None)
 
     def _admit(self) -> list[Request]:
         finished = []
@@ -149,8 +242,8 @@ class Engine:
     def _prefill(self, row: int, request: Request) -> bool:
         """Runs the prompt and emits the first token; True when that ended the request."""
         hidden, taps = self._runner.prefill(row, request.prompt_ids)
-        choice = choose(self._runner.logits(hidden[0, -1:]), [request.length], request.params)
-        token = int(choice[0])
+        last = DraftTree.root(request.prompt_ids[-1])
+        token = self._decide(request, last, self._runner.logits(hidden[0, -1:])).next_token
         if request.push(token):
             self._runner.cache.release(row)
             return True
@@ -161,43 +254,64 @@ class Engine:
     def _budget(self, request: Request) -> Budget:
         """A round emits one token more than it accepts, so drafts stop one short of the tokens left."""
         depth = min(self.config.depth, request.remaining - 1)
-        return Budget(self.config.num_draft_tokens if depth else 1, depth)
+        nodes = self.config.nodes if depth else 1
+        params, root = request.params, request.length - 1
+        if request.noise is None:
+            return Budget(nodes, depth)
+        if params.verification == "coupled":
+            return Budget(nodes, depth, DraftNoise(request.noise, root, params.temperature))
+        noise = drawing_noise(params.seed, request.noise.size, root, params.temperature, request.noise.device)
+        return Budget(nodes, depth, noise, drawn=params.verification == "rejection")
 
-    def _verify(self, rows: list[int], trees: dict[int, DraftTree]) -> list[Request]:
+    def _verify(
+        self, rows: list[int], trees: dict[int, DraftTree]
+    ) -> tuple[dict[int, Tensor], dict[int, list[int]], Tensor]:
+        """Runs the trees: taps and slots of each row's nodes, and logits of all rows' nodes one after another."""
         first, last = rows[0], rows[-1] + 1
         window = [trees.get(row) for row in range(first, last)]
         starts = [self._rows[row].length - 1 if row in trees else 0 for row in range(first, last)]
         hidden, taps, slots = self._runner.run(first, window, starts)
-        finished = []
-        for row, choices in zip(rows, self._choices(rows, first, trees, hidden)):
-            if self._commit(row, trees[row], choices, slots[row - first], None if taps is None else taps[row - first]):
-                finished.append(self._rows[row])
-                self._release(row)
-        return finished
+        logits = self._runner.logits(torch.cat([hidden[row - first, : len(trees[row])] for row in rows]))
+        if logits.is_cuda:  # what follows waits for the device anyway; here the wait counts as the forward's
+            torch.cuda.synchronize(logits.device)
+        of_rows = {} if taps is None else {row: taps[row - first] for row in rows}
+        return of_rows, {row: slots[row - first] for row in rows}, logits
 
-    def _choices(self, rows: list[int], first: int, trees: dict[int, DraftTree], hidden: Tensor) -> list[list[int]]:
-        """The target's own token after each node of each row."""
-        nodes = torch.cat([hidden[row - first, : len(trees[row])] for row in rows])
-        logits = self._runner.logits(nodes).split([len(trees[row]) for row in rows])
-        picks = []
-        for row, part in zip(rows, logits):
-            request = self._rows[row]
-            picks.append(choose(part, [request.length + depth for depth in trees[row].depths], request.params))
-        return [pick.tolist() for pick in picks]
+    def _decisions(self, rows: list[int], trees: dict[int, DraftTree], logits: Tensor) -> list[Verification]:
+        """What each row accepts, and its next token."""
+        sizes = [len(trees[row]) for row in rows]
+        parts = logits.split(sizes)
+        if self.proposer.wants_logits:
+            for row, part in zip(rows, parts):
+                self.proposer.observe(row, trees[row], part)
+        requests = [self._rows[row] for row in rows]
+        if any(request.processors or request.noise for request in requests):
+            return [self._decide(self._rows[row], trees[row], part) for row, part in zip(rows, parts)]
+        # All greedy: one transfer from the device for all rows.
+        positions = [request.length + depth for request, row in zip(requests, rows) for depth in trees[row].depths]
+        require_choice(logits, positions)
+        choices = logits.argmax(-1).split(sizes)
+        return [verify(trees[row], choice.tolist()) for row, choice in zip(rows, choices)]
 
-    def _commit(self, row: int, tree: DraftTree, choices: list[int], slots: list[int], taps: Tensor | None) -> bool:
-        """Emits the accepted path and the bonus token; True when that ended the request."""
+    @staticmethod
+    def _decide(request: Request, tree: DraftTree, logits: Tensor) -> Verification:
+        ids = [*request.prompt_ids, *request.token_ids] if request.processors else ()
+        return decide(tree, logits, request.params, request.noise, request.length - 1, request.processors, ids)
+
+    def _commit(
+        self, row: int, tree: DraftTree, found: Verification, slots: list[int], taps: Tensor | None
+    ) -> int:
+        """Emits the accepted path and the bonus token up to the request's end; returns how many were emitted."""
         request = self._rows[row]
-        found = verify(tree, choices)
         tokens = [*(tree.tokens[node] for node in found.path[1:]), found.next_token]
         emitted = request.push_all(tokens)
-        request.stats.count(len(tree) - 1, min(len(found.path) - 1, emitted), emitted)
         before = list(found.path[:emitted])  # the node before each emitted token
         self.proposer.commit(row, tokens[:emitted], None if taps is None else taps[before])
-        if request.finish_reason is not None:
-            return True
-        self._runner.cache.commit(row, slots, [slots[node] for node in found.path])
-        return False
+        if request.finish_reason is None:
+            self._runner.cache.commit(row, slots, [slots[node] for node in found.path])
+            if request.noise is not None:
+                request.noise.forget(before=request.length)
+        return emitted
 
     def _release(self, row: int) -> None:
         self._runner.cache.release(row)

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch import nn
 
-from drafters.config import BuiltinData, EvalConfig, RuntimeConfig, SamplingConfig, ServeRun
+from drafters.config import LOSSY_RULES, BuiltinData, EvalConfig, RuntimeConfig, SamplingConfig, ServeRun
 from drafters.corpus import Prompt, load_prompts, read_prompt_file
 from drafters.errors import ConfigError, DataError
 from drafters.generation import record_seed
@@ -36,6 +35,7 @@ log = logging.getLogger(__name__)
 
 Contestant = Callable[[list[list[int]], list[SamplingParams]], list[Any]]
 OURS, PLAIN, PEER = "ours", "plain", "transformers"
+QUICK_NODES = 16
 
 
 def evaluate(cfg: ServeRun, console: Console) -> dict[str, Any]:
@@ -45,7 +45,9 @@ def evaluate(cfg: ServeRun, console: Console) -> dict[str, Any]:
     """
     target = Target.load(cfg.target)
     drafter = choose_drafter(cfg.drafter.path, target)
-    report = measure(target, drafter, eval_prompts(cfg.eval), cfg.runtime, cfg.eval, cfg.sampling, console)
+    report = measure(
+        target, drafter, eval_prompts(cfg.eval), cfg.runtime, cfg.eval, cfg.sampling, console, cfg.verification
+    )
     reports.write(report, Path(cfg.output_dir), console)
     reports.check_lossless(report)
     return report
@@ -70,6 +72,7 @@ def measure(
     settings: EvalConfig,
     sampling: SamplingConfig,
     console: Console | None = None,
+    verification: str = "coupled",
 ) -> dict[str, Any]:
     """The report (report.KEYS) of a drafter on prompts; every rate is a sum over a sum.
 
@@ -79,8 +82,9 @@ def measure(
     engines = {name: Engine.load(target, d, **asdict(runtime)) for name, d in ((OURS, drafter), (PLAIN, "none"))}
     ids = _encode(engines[OURS], prompts, settings.max_new_tokens)
     params = [
-        SamplingParams(settings.max_new_tokens, sampling.temperature, record_seed(sampling.seed, prompt.id))
-        for prompt in prompts
+        # Fields of SamplingConfig are SamplingParams' own; each prompt has noise of its own.
+        SamplingParams(settings.max_new_tokens, **asdict(sampling) | {"seed": seed}, verification=verification)
+        for seed in (record_seed(sampling.seed, prompt.id) for prompt in prompts)
     ]
     contestants: dict[str, Contestant] = {name: engine.generate for name, engine in engines.items()}
     if settings.compare_transformers:
@@ -93,10 +97,12 @@ def measure(
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             _answer(name, contestants[name], group, rows, ids, params)
-    if settings.check_identity:
+    lossy = verification in LOSSY_RULES
+    if settings.check_identity and not lossy and (verification == "coupled" or sampling.temperature == 0):
         _check_identity(target, rows, ids, params)
     name = _shown(drafter) if isinstance(drafter, str | Path) else engines[OURS].proposer.name
-    facts = {"target": target.name, "drafter": name, "temperature": sampling.temperature}
+    facts = {"target": target.name, "drafter": name, "temperature": sampling.temperature, "verification": verification}
+    facts["lossy"] = lossy
     return _report(rows, facts | reports.environment(target), runtime.depth)
 
 
@@ -109,11 +115,13 @@ def quick_acceptance(
 ) -> dict[str, Any]:
     """Acceptance of a drafter still in training, by the runtime's own verify at T=0, without timing.
 
-    The drafter is copied; the shared target gets its own modules back, so what training computes next does not
-    depend on whether this ran.
+    Under num_draft_tokens=auto trees have QUICK_NODES nodes: sizes chosen by time would make acceptance a matter of
+    the machine's load. The drafter is copied; the shared target gets its own modules back, so what training computes
+    next does not depend on whether this ran.
     """
     with _borrowed(target):
-        engine = Engine.load(target, drafter, **asdict(runtime))
+        sizes = {"num_draft_tokens": QUICK_NODES} if runtime.num_draft_tokens == "auto" else {}
+        engine = Engine.load(target, drafter, **asdict(runtime) | sizes)
         ids = _encode(engine, prompts, max_new_tokens)
         total = Stats()
         for result in engine.generate(ids, SamplingParams(max_new_tokens)):
@@ -136,7 +144,6 @@ class _Row:
     tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     identical: bool | None = None
-    near_tie: bool = False
 
 
 def _shown(path: str | Path) -> str:
@@ -170,7 +177,7 @@ def _warm_up(
         answer = engine.stream(ids[longest], params[longest])
         next(answer)
         answer.close()
-    short = SamplingParams(min(4, params[0].max_new_tokens), params[0].temperature)
+    short = replace(params[0], max_new_tokens=min(4, params[0].max_new_tokens), min_tokens=0)
     for run in contestants.values():
         run([ids[longest]], [short])
 
@@ -218,7 +225,7 @@ def _check_identity(target: Target, rows: list[_Row], ids: list[list[int]], para
         row.identical = found is None
         if found is None:
             continue
-        row.near_tie = found.near_tie
+        row.ours.stats.near_ties = int(found.near_tie)
         exact = target.dtype == torch.float32
         level = logging.INFO if found.near_tie else logging.ERROR if exact else logging.WARNING
         log.log(
@@ -247,7 +254,12 @@ def _report(rows: list[_Row], facts: dict[str, Any], depth: int) -> dict[str, An
         "speedup_vs_transformers": None if speed[PEER] is None else speed[OURS] / speed[PEER],
         "identical": sum(row.identical for row in rows) if checked else None,
         "prompts": len(rows),
-        "near_ties": sum(row.near_tie for row in rows) if checked else None,
+        "near_ties": total.near_ties if checked else None,
+        "time_share": total.time_share,
+        "latency_ms": _milliseconds(total),
+        "by_proposer": total.by_proposer,
+        "chosen_n": {str(n): total.chosen_n[n] for n in sorted(total.chosen_n)},
+        "predicted": {"expected": total.predicted, "got": total.predicted_for} if total.predicted_for else None,
         **facts,
         "per_prompt": [_per_prompt(row) for row in rows],
     }
@@ -281,6 +293,13 @@ def _total(rows: list[_Row]) -> Stats:
     return total
 
 
+def _milliseconds(total: Stats) -> dict[str, float] | None:
+    """Time per token of the rounds by percentile; None where no round was timed."""
+    if not total.token_time.counts:
+        return None
+    return {name: 1e3 * seconds for name, seconds in total.token_time.percentiles().items()}
+
+
 def _speed(rows: list[_Row], name: str) -> float | None:
     if name not in rows[0].seconds:
         return None
@@ -296,13 +315,14 @@ def _acceptance_at(stats: Stats, depth: int) -> list[float]:
 
 @contextmanager
 def _borrowed(target: Target) -> Iterator[None]:
-    """Gives the target its own linear layers and attention back at the end."""
+    """Gives the target its own layers and attention back at the end."""
     model = target.model
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    modules = dict(model.named_modules())
     attention = model.config._attn_implementation
     try:
         yield
     finally:
-        for name, module in linears.items():
-            model.set_submodule(name, module)
+        for name, module in modules.items():
+            if name and model.get_submodule(name) is not module:
+                model.set_submodule(name, module)
         model.set_attn_implementation(attention)

@@ -2,41 +2,96 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from drafters.errors import TargetError
 from drafters.target import Target
-from runtime.attention import NAME
+from runtime.attention import NAME, additive, ancestors_of, tree_mask, within
 from runtime.kv_cache import SlotCache
-from runtime.packing import pack_linears
+from runtime.packing import prepare
 from runtime.tree import DraftTree
+
+CHUNK = 512  # prompt tokens per forward once a window hides part of the prompt and masks have to be made
+Masks = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one run() was asked and what it looked at; kept for debug mode, which checks it.
+
+    slots: those taken, per row; masks: bool [B, N, W] per layer type; hidden [B, N, Ht]; taps [B, N, K*Ht].
+    """
+
+    first: int
+    trees: list[DraftTree | None]
+    starts: list[int]
+    slots: list[list[int]]
+    masks: dict[str, Tensor]
+    hidden: Tensor
+    taps: Tensor | None
+
+
+def attention_windows(target: Target) -> dict[str, int | None]:
+    """Layer types of the target and how many positions each sees (None: all); raises TargetError for other kinds.
+
+    A rejected draft must leave no trace, so each kind has to keep states per token: keys and values.
+    """
+    config = target.text_config
+    kinds, settings = get_layer_types_and_kwargs(config)
+    windows: dict[str, int | None] = {}
+    for layer, (kind, setting) in enumerate(zip(kinds, settings)):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise TargetError(_refusal(target.name, kind, layer))
+        window = setting.get("sliding_window")
+        if windows.setdefault(kind, window) != window:
+            raise TargetError(
+                f"target {target.name!r}: layer {layer} has a sliding window of {window}, layers before it "
+                f"{windows[kind]}; one window per target is supported. Set target.path to another target."
+            )
+    if getattr(config, "use_bidirectional_attention", None):  # only some families have the setting
+        raise TargetError(
+            f"target {target.name!r} sets use_bidirectional_attention=true: its tokens look ahead, so no token can "
+            "be decoded before the next. Set target.path to a causal target."
+        )
+    return windows
+
+
+def _refusal(name: str, kind: str, layer: int) -> str:
+    sequential = kind in ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+    why = (
+        "Such a layer folds all tokens into one running state: siblings of a tree would need a state each, and a "
+        "rejected draft cannot be taken out again, of a chain either, because the cache keeps no earlier states"
+        if sequential
+        else "The cache can take a rejected draft back from full_attention and sliding_attention only"
+    )
+    return (
+        f"target {name!r}: layer {layer} is of kind {kind!r}, supported are full_attention and sliding_attention. "
+        f"{why}. Decode it with transformers' own generate, or set target.path to another target."
+    )
+
 
 class TargetRunner:
     """Runs trees of several rows through the target in one forward."""
 
-    def __init__(self, target: Target, num_rows: int, num_slots: int, taps: tuple[int, ...]):
-        kinds = set(getattr(target.text_config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise TargetError(
-                f"target {target.name!r} has attention kinds {sorted(kinds)}; trees run on full attention only."
-            )
+    def __init__(self, target: Target, num_rows: int, num_slots: int, taps: tuple[int, ...], debug: bool = False):
+        """taps: hidden_states indices to return. debug: keep what each run() looked at in `last`, for debug mode."""
+        self.windows = attention_windows(target)
         self.target = target
         self.taps = taps
+        self.debug = debug
+        self.last: Round | None = None
         self.model = target.model
         self.model.set_attn_implementation(NAME)
-        pack_linears(self.model)
+        prepare(self.model)
         config = target.text_config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.cache = SlotCache(
-            config.num_hidden_layers,
-            num_rows,
-            num_slots,
-            config.num_key_value_heads,
-            head_dim,
-            target.dtype,
-            target.device,
-        )
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.cache = SlotCache(config.num_hidden_layers, num_rows, num_slots)
 
     @torch.inference_mode()
     def run(
@@ -46,47 +101,98 @@ class TargetRunner:
 
         trees[b]: the nodes to run (None: the row idles); starts[b]: absolute position of its root.
         """
-        cache = self.cache
-        last = first + len(trees)
-        nodes = max(len(tree) for tree in trees if tree is not None)
+        cache, device = self.cache, self.target.device
         slots = [cache.take(first + b, len(tree)) if tree else [] for b, tree in enumerate(trees)]
-        ids = torch.zeros(len(trees), nodes, dtype=torch.long)
-        positions = torch.zeros(len(trees), nodes, dtype=torch.long)
-        table = torch.full((len(trees), nodes), cache.trash, dtype=torch.long)
-        for b, tree in enumerate(trees):
-            if tree is None:
-                continue
-            ids[b, : len(tree)] = torch.tensor(tree.tokens)
-            positions[b, : len(tree)] = torch.tensor(tree.depths) + starts[b]
-            table[b, : len(tree)] = torch.tensor(slots[b])
-        width = cache.open(first, last, table.to(self.target.device))
-        known = [tree.ancestors() if tree else torch.zeros(0, 0, dtype=torch.bool) for tree in trees]
-        return (*self._forward(ids, positions, cache.mask(first, last, slots, known, width)), slots)
+        inputs, depth = _lay_out(trees, slots, starts, cache.trash)
+        cache.place(first, inputs[3], inputs[2])
+        ids, parents, positions, table = torch.from_numpy(inputs).to(device)
+        width = cache.open(first, first + len(trees), table)
+        allowed = self._tree_masks(first, table, parents, positions, width, depth)
+        masks = {kind: additive(mask, self.groups, self.model.dtype) for kind, mask in allowed.items()}
+        hidden, taps = self._forward(ids, positions, masks)
+        if self.debug:
+            self.last = Round(first, trees, starts, slots, allowed, hidden, taps)
+        return hidden, taps, slots
 
     @torch.inference_mode()
     def prefill(self, row: int, ids: list[int]) -> tuple[Tensor, Tensor | None]:
         """Commits a prompt to an empty row; hidden states [1, T, Ht] and taps [1, T, K*Ht]."""
         cache = self.cache
-        slots = cache.take(row, len(ids))
-        width = cache.open(row, row + 1, torch.tensor([slots], device=self.target.device))
-        causal = torch.ones(len(ids), width, dtype=torch.bool, device=self.target.device).tril()[None, None]
-        out = self._forward(torch.tensor([ids]), torch.arange(len(ids))[None], causal)
-        cache.commit(row, slots, slots)
-        return out
+        if cache.free(row) != cache.num_slots:
+            raise RuntimeError(f"row {row} holds {cache.length(row)} tokens; release it before the next prompt")
+        slots = np.array([cache.take(row, len(ids))])  # an empty row gives slot = position
+        cache.place(row, slots, slots)
+        hides = any(window is not None and len(ids) > window for window in self.windows.values())
+        size = CHUNK if hides else len(ids)
+        parts = [self._prefill(row, ids, start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
+        cache.commit(row, slots[0].tolist(), slots[0].tolist())
+        hidden, taps = zip(*parts)
+        return torch.cat(hidden, 1), torch.cat(taps, 1) if self.taps else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [..., V]."""
         return self.target.logits(hidden)
 
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-        device = self.target.device
+    def _prefill(self, row: int, ids: list[int], start: int, end: int) -> tuple[Tensor, Tensor | None]:
+        positions = torch.arange(start, end, device=self.target.device)[None]
+        self.cache.open(row, row + 1, positions, read=end)
+        keys = torch.arange(end, device=self.target.device)[None]
+        causal = positions[..., None] >= keys[:, None]
+        masks: Masks = {}
+        for kind, window in self.windows.items():
+            if start == 0 and (window is None or end <= window):
+                masks[kind] = None  # plainly causal: the kernel needs no mask
+            else:
+                allowed = causal if window is None else causal & within(positions, keys, window)
+                masks[kind] = additive(allowed, self.groups, self.model.dtype)
+        return self._forward(torch.tensor([ids[start:end]], device=self.target.device), positions, masks)
+
+    def _tree_masks(
+        self, first: int, slots: Tensor, parents: Tensor, positions: Tensor, width: int, depth: int
+    ) -> dict[str, Tensor]:
+        """bool [B, N, W] per layer type, what each node sees."""
+        cache, part = self.cache, slice(first, first + len(slots))
+        seen = cache.committed[part, :width].to(slots.device)
+        above = ancestors_of(parents, depth)
+        masks = {}
+        for kind, window in self.windows.items():
+            near = None
+            if window is not None:
+                near = within(positions, cache.positions[part, :width].to(slots.device), window)
+            masks[kind] = tree_mask(seen, slots, above, near)
+        return masks
+
+    def _forward(self, ids: Tensor, positions: Tensor, masks: Masks) -> tuple[Tensor, Tensor | None]:
         out = self.target.backbone(
-            input_ids=ids.to(device),
-            position_ids=positions.to(device),
-            attention_mask=mask,
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             cache=self.cache,
             use_cache=True,
             output_hidden_states=list(self.taps) if self.taps else False,
         )
         taps = torch.cat([out.hidden_states[i] for i in self.taps], -1) if self.taps else None
         return out.last_hidden_state, taps
+
+
+def _lay_out(
+    trees: list[DraftTree | None], slots: list[list[int]], starts: list[int], trash: int
+) -> tuple[np.ndarray, int]:
+    """Token ids, parents, absolute positions and slots as one array [4, B, N], and the deepest node's depth.
+
+    Rows are padded with nodes of their own: token 0, their own parents, at the root's position, in the trash slot.
+    """
+    nodes = max(len(tree) for tree in trees if tree)
+    zeros, own, spare = (0,) * nodes, tuple(range(nodes)), (trash,) * nodes
+    rows: tuple[list, list, list, list] = ([], [], [], [])
+    for tree, taken in zip(trees, slots):
+        size = len(tree) if tree else 0
+        rows[0].append((*tree.tokens, *zeros[size:]) if tree else zeros)
+        rows[1].append((0, *tree.parents[1:], *own[size:]) if tree else own)
+        rows[2].append((*tree.depths, *zeros[size:]) if tree else zeros)
+        rows[3].append((*taken, *spare[size:]))
+    laid = np.fromiter(itertools.chain.from_iterable(itertools.chain(*rows)), np.int64, 4 * len(trees) * nodes)
+    laid = laid.reshape(4, len(trees), nodes)
+    depth = int(laid[2].max())
+    laid[2] += np.array(starts)[:, None]
+    return laid, depth

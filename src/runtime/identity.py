@@ -11,6 +11,7 @@ from torch import Tensor
 from drafters.errors import OutriderError
 from drafters.target import Target
 from runtime.forward import TargetRunner
+from runtime.processors import Processors
 from runtime.sampling import SamplingParams, keyed_gumbel
 from runtime.tree import DraftTree
 
@@ -63,7 +64,7 @@ class IdentityCheck:
         position = next((i for i in range(shared) if answer[i] != plain[i]), shared)
         pair = [ids[position] if position < len(ids) else None for ids in (answer, plain)]
         # One text ending where the other goes on, without another token before, is never rounding.
-        margin = float("inf") if None in pair else self._margin([*prompt_ids, *plain[:position]], pair, params)
+        margin = float("inf") if None in pair else self._margin(prompt_ids, plain[:position], pair, params)
         return Divergence(position, pair[0], pair[1], margin, 2 * self.noise / (params.temperature or 1.0))
 
     @cached_property
@@ -80,14 +81,18 @@ class IdentityCheck:
             rows.append(hidden)
         return float((runner.logits(torch.cat(rows, 1)[0]) - whole).abs().max())
 
-    def _margin(self, ids: list[int], pair: list[int], params: SamplingParams) -> float:
-        scores = self._scores(ids, params)
+    def _margin(self, prompt_ids: list[int], shared: list[int], pair: list[int], params: SamplingParams) -> float:
+        scores = self._scores(prompt_ids, shared, params)
         return float(scores.max() - scores[pair].min())
 
-    def _scores(self, ids: list[int], params: SamplingParams) -> Tensor:
-        """What sampling.choose takes the largest of, after ids: [V], from one plain forward."""
+    def _scores(self, prompt_ids: list[int], answer: list[int], params: SamplingParams) -> Tensor:
+        """What sampling.choose takes the largest of, after the prompt and the answer so far: [V], from one forward."""
+        ids = [*prompt_ids, *answer]
         runner = TargetRunner(self.target, 1, len(ids), ())
         logits = runner.logits(runner.prefill(0, ids)[0][0, -1])
+        processors = Processors.build(params, len(prompt_ids), self.target.eos_ids, logits.device)
+        if processors is not None:
+            logits = processors.apply(logits[None], DraftTree.root(ids[-1]), ids)[0]
         if params.temperature == 0.0:
             return logits
         noise = keyed_gumbel(params.seed, len(ids), logits.shape[-1]).to(logits.device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+STEP = 64  # widths read are rounded up to multiples of this, and to an eighth of their size
 
 
 @dataclass
@@ -22,25 +24,30 @@ class _Window:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, [R, Hkv, S + 1, D]; the extra slot takes padding nodes."""
+    """One layer's keys and values, [R, Hkv, S + 1, D], made by the first update; the extra slot takes padding."""
 
     is_compileable = False
-    is_sliding = False
+    is_sliding = False  # a sliding layer keeps all its keys too: what leaves the window is hidden by the mask
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
+    def __init__(self, num_rows: int, num_slots: int):
         super().__init__()
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.is_initialized = True
+        self.num_rows, self.num_slots = num_rows, num_slots
         self.window: _Window | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise RuntimeError("slots are allocated when the cache is made")
+        """Allocates storage for states of this kind: heads, sizes, dtype and device are the layer's own."""
+        self.keys, self.values = (
+            states.new_zeros(self.num_rows, states.shape[1], self.num_slots + 1, states.shape[3])
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Writes [B, Hkv, N, D] at the window's slots; returns views of all slots the window reads."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         window = self.window
         self.keys[window.rows, :, window.slots] = key_states.transpose(1, 2)
         self.values[window.rows, :, window.slots] = value_states.transpose(1, 2)
@@ -54,31 +61,27 @@ class SlotLayer(CacheLayerMixin):
         return 0  # positions are always given; the cache has no single length
 
     def get_max_length(self) -> int:
-        return self.keys.shape[2] - 1
+        return self.num_slots
 
 
 class SlotCache(Cache):
-    """Ragged rows over fixed storage; each row knows which slots hold committed tokens.
+    """Ragged rows over fixed storage; each row knows which slots hold committed tokens, and at which position.
 
-    Slots carry no order: positions are in the rotated keys, and masks are built from the slot table.
+    Slots carry no order: masks are built from the two tables, which live on the host: committed, bool
+    [R, S + 1], and positions, int [R, S + 1] (meaningful where a slot is taken or committed).
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_rows: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        shape = (num_rows, num_kv_heads, num_slots + 1, head_dim)
-        super().__init__(layers=[SlotLayer(shape, dtype, device) for _ in range(num_layers)])
+    def __init__(self, num_layers: int, num_rows: int, num_slots: int):
+        super().__init__(layers=[SlotLayer(num_rows, num_slots) for _ in range(num_layers)])
         self.num_rows = num_rows
         self.num_slots = num_slots
-        self.committed = torch.zeros(num_rows, num_slots + 1, dtype=torch.bool)
-        self._free = [list(range(num_slots)) for _ in range(num_rows)]
+        # numpy, for its cheap small writes; the tensors below share the memory
+        self._committed = np.zeros((num_rows, num_slots + 1), dtype=bool)
+        self._positions = np.zeros((num_rows, num_slots + 1), dtype=np.int64)
+        self.committed = torch.from_numpy(self._committed)
+        self.positions = torch.from_numpy(self._positions)
+        # Free slots of a row: those given back (sorted, at most a tree's worth) and all from `_high` on.
+        self._returned: list[list[int]] = [[] for _ in range(num_rows)]
         self._high = [0] * num_rows
 
     @property
@@ -88,49 +91,55 @@ class SlotCache(Cache):
 
     def length(self, row: int) -> int:
         """Committed tokens of a row."""
-        return int(self.committed[row].sum())
+        return int(np.count_nonzero(self._committed[row]))
+
+    def free(self, row: int) -> int:
+        """Slots of a row neither committed nor taken."""
+        return len(self._returned[row]) + self.num_slots - self._high[row]
 
     def take(self, row: int, count: int) -> list[int]:
         """The lowest free slots of a row; raises RuntimeError when the row is full."""
-        free = self._free[row]
-        if count > len(free):
-            raise RuntimeError(f"row {row} needs {count} slots and has {len(free)} of {self.num_slots} free")
-        slots = [heapq.heappop(free) for _ in range(count)]
-        self._high[row] = max(self._high[row], slots[-1] + 1)
-        return slots
+        if count > self.free(row):
+            raise RuntimeError(f"row {row} needs {count} slots and has {self.free(row)} of {self.num_slots} free")
+        returned, high = self._returned[row], self._high[row]
+        slots = returned[:count]
+        fresh = count - len(slots)
+        self._returned[row] = returned[count:]
+        self._high[row] = high + fresh
+        return slots + list(range(high, high + fresh))
+
+    def place(self, first: int, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Notes the absolute positions [B, N] of the nodes in slots [B, N] of rows first..first+B."""
+        self._positions[np.arange(first, first + len(slots))[:, None], slots] = positions
 
     def commit(self, row: int, taken: list[int], kept: list[int]) -> None:
         """Makes `kept` part of the row's text and gives the rest of `taken` back."""
-        self.committed[row, kept] = True
-        for slot in set(taken).difference(kept):
-            heapq.heappush(self._free[row], slot)
+        self._committed[row, kept] = True
+        if len(kept) < len(taken):
+            held = set(kept)
+            self._returned[row] = sorted(self._returned[row] + [slot for slot in taken if slot not in held])
 
     def release(self, row: int) -> None:
         """Forgets a row."""
-        self.committed[row] = False
-        self._free[row] = list(range(self.num_slots))
+        self._committed[row] = False
+        self._returned[row] = []
         self._high[row] = 0
 
-    def open(self, first: int, last: int, slots: Tensor) -> int:
-        """Sets what the next forward writes and reads for rows first..last; returns the width read."""
-        width = max(self._high[first:last], default=1) or 1
+    def open(self, first: int, last: int, slots: Tensor, read: int | None = None) -> int:
+        """Sets what the next forward writes (slots [B, N], on the layers' device) and reads for rows first..last.
+
+        Returns the width read, slots counted from 0: `read`, or else up to the highest in use, rounded up so that
+        widths, and the shapes compiled for them, stay few.
+        """
+        width = read or bucket(max(self._high[first:last], default=1), self.num_slots)
         rows = torch.arange(first, last, device=slots.device)[:, None]
         window = _Window(rows, slots, first, last, width)
         for layer in self.layers:
             layer.window = window
         return width
 
-    def mask(self, first: int, last: int, slots: list[list[int]], ancestors: list[Tensor], width: int) -> Tensor:
-        """bool [B, 1, N, width]: each node sees its row's committed slots, its ancestors and itself.
 
-        slots[b], ancestors[b]: the slots of row b's nodes and their [n, n] ancestor table; rows without nodes
-        and padding nodes see slot 0, so that no softmax is empty.
-        """
-        nodes = max((len(row) for row in slots), default=1) or 1
-        mask = self.committed[first:last, None, :width].repeat(1, nodes, 1)
-        for b, row_slots in enumerate(slots):
-            count = len(row_slots)
-            if count:
-                mask[b, :count, row_slots] = ancestors[b]
-            mask[b, count:, 0] = True
-        return mask[:, None].to(self.layers[0].keys.device)
+def bucket(used: int, most: int) -> int:
+    """The width read for `used` slots, at most `most`: never above used by more than STEP or an eighth."""
+    step = max(STEP, 1 << max(used.bit_length() - 4, 0))
+    return min(-(-max(used, 1) // step) * step, most)

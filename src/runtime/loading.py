@@ -10,19 +10,25 @@ from pathlib import Path
 import torch
 
 from drafters.config import TargetConfig
-from drafters.errors import ArtifactError, ConfigError
+from drafters.drafter_path import DrafterPart, parse_drafter_path
+from drafters.errors import ConfigError
 from drafters.export.official import load_eagle3
 from drafters.models.eagle3 import Eagle3Drafter
 from drafters.target import Target, default_taps
+from runtime.calibration import Calibration
 from runtime.engine import Engine, EngineConfig
-from runtime.packing import pack_linears
+from runtime.packing import prepare
 from runtime.proposers.base import Proposer
 from runtime.proposers.eagle import EagleProposer
+from runtime.proposers.merge import MergeProposer
 from runtime.proposers.ngram import NgramProposer
 from runtime.proposers.none import NoneProposer
+from runtime.proposers.random import RandomProposer
+from runtime.proposers.recycle import RecycleProposer
+from runtime.proposers.small import SmallProposer, load_small
+from runtime.proposers.suffix import SuffixProposer
 
 log = logging.getLogger(__name__)
-BUILT_IN = {"none": NoneProposer, "ngram": NgramProposer}
 
 
 def load_target(target: Target | TargetConfig | str | Path) -> Target:
@@ -34,10 +40,14 @@ def load_target(target: Target | TargetConfig | str | Path) -> Target:
     return Target.load(TargetConfig(name=Path(str(target)).name, path=str(target)))
 
 
-def load_proposer(drafter: object, target: Target, config: EngineConfig) -> Proposer:
-    """A proposer from none, ngram, an export folder or a drafter; raises ArtifactError, ContractError.
+def load_proposer(
+    drafter: object, target: Target, config: EngineConfig, calibration: Calibration | None = None
+) -> Proposer:
+    """A proposer from a drafter.path (see parse_drafter_path), a drafter, or a Proposer as it is.
 
     An Eagle3Drafter is copied; (drafter, taps) says which hidden_states it taps, alone it taps the default ones.
+    calibration: what a merged tree is ranked by; pass the engine's own, or its counts stay empty. Raises ConfigError,
+    ArtifactError, ContractError, TargetError.
     """
     if isinstance(drafter, Proposer):
         return drafter
@@ -47,18 +57,38 @@ def load_proposer(drafter: object, target: Target, config: EngineConfig) -> Prop
         model, taps = drafter
         shared = {id(model.embedding): model.embedding}  # the target's own tensor need not be copied
         return _eagle(copy.deepcopy(model, shared), taps, target, config)
-    name = "none" if drafter is None else str(drafter)
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        raise ArtifactError(
-            f"drafter.path {name!r} is not a folder. Set drafter.path to an export made by train.py, "
-            f"or to one of {', '.join(BUILT_IN)}."
+    parts = parse_drafter_path("none" if drafter is None else str(drafter))
+    members = [_from_part(part, target, config) for part in parts]
+    if len(members) == 1:
+        return members[0]
+    return MergeProposer(members, Calibration() if calibration is None else calibration)
+
+
+def _from_part(part: DrafterPart, target: Target, config: EngineConfig) -> Proposer:
+    if part.kind == "small":
+        return _small(part.folder, target, config)
+    if part.kind == "export":
+        model, contract = load_eagle3(part.folder, target)
+        log.info("drafter: %s (%s)", part.folder, contract.family)
+        return _eagle(model, tuple(contract.tap_indices), target, config)
+    return {
+        "none": NoneProposer,
+        "ngram": NgramProposer,
+        "suffix": SuffixProposer,
+        "recycle": lambda: RecycleProposer(target.vocab_size),
+        "random": lambda: RandomProposer(target.vocab_size),
+    }[part.kind]()
+
+
+def _small(folder: Path, target: Target, config: EngineConfig) -> SmallProposer:
+    proposer = load_small(folder, target, config.top_k)
+    longest = min(config.max_length or target.max_length, target.max_length)
+    if proposer.model.max_length < longest:
+        raise ConfigError(
+            f"drafter.path small:{folder} reads at most {proposer.model.max_length} tokens, but runtime.max_length is "
+            f"{longest}. Set runtime.max_length={proposer.model.max_length}."
         )
-    model, contract = load_eagle3(folder, target)
-    log.info("drafter: %s (%s)", folder, contract.family)
-    return _eagle(model, tuple(contract.tap_indices), target, config)
+    return proposer
 
 
 def _eagle(model: Eagle3Drafter, taps: tuple[int, ...], target: Target, config: EngineConfig) -> EagleProposer:
@@ -66,7 +96,7 @@ def _eagle(model: Eagle3Drafter, taps: tuple[int, ...], target: Target, config: 
     model.to(target.device).eval().requires_grad_(False)
     for parameter in model.parameters():  # not model.to(dtype): rotary frequencies stay fp32
         parameter.data = parameter.data.to(target.dtype)
-    pack_linears(model)
+    prepare(model)
     return EagleProposer(model, taps, config.top_k, config.depth)
 
 
@@ -78,5 +108,6 @@ def load_engine(target: object, drafter: object = None, **settings: int) -> Engi
         raise ConfigError(f"runtime.{unknown[0]} is not a setting of the engine. Set one of {', '.join(known)}.")
     config = EngineConfig(**settings)
     loaded = load_target(target)
+    calibration = Calibration()
     with torch.inference_mode(False):
-        return Engine(loaded, load_proposer(drafter, loaded, config), config)
+        return Engine(loaded, load_proposer(drafter, loaded, config, calibration), config, calibration)

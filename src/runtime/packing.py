@@ -1,4 +1,4 @@
-"""Linear layers with their weights laid out once for the CPU's kernels."""
+"""A model's layers laid out once for the CPU's kernels: packed linear layers, norms in few operations."""
 
 from __future__ import annotations
 
@@ -54,9 +54,50 @@ def fits_half(weight: Tensor) -> bool:
     return "fbgemm" in engines and bool(((weight.half().float() - weight).abs() <= HALF_CHANGE).all())
 
 
-def pack_linears(module: nn.Module) -> nn.Module:
-    """Replaces each nn.Linear of a CPU module by a PackedLinear, in place; other devices are left alone."""
+class FastRMSNorm(nn.Module):
+    """A root-mean-square norm in 5 small operations instead of 8: on a CPU their number is what a short row costs."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        super().__init__()
+        self.register_buffer("weight", weight.detach())
+        self.register_buffer("eps", torch.tensor(eps))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.rsqrt(torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]))
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+def prepare(module: nn.Module) -> nn.Module:
+    """Lays a frozen module's linear layers and norms out for decoding, in place; off the CPU it changes nothing."""
+    pack_linears(module)
     for name, child in list(module.named_modules()):
-        if isinstance(child, nn.Linear) and child.weight.device.type == "cpu" and child.weight.dtype in PACKED_DTYPES:
+        fast = _fast_norm(child)
+        if fast is not None:
+            module.set_submodule(name, fast)
+    return module
+
+
+@torch.no_grad()
+def _fast_norm(module: nn.Module) -> FastRMSNorm | None:
+    """A fast norm that was seen to give what this module gives; None where it is no such norm (Gemma's adds 1)."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or eps is None or weight.device.type != "cpu":
+        return None
+    fast = FastRMSNorm(weight, eps)
+    probe = torch.linspace(-3, 3, 4 * len(weight), device=weight.device).view(4, -1).to(weight.dtype)
+    return fast if torch.allclose(fast(probe), module(probe), rtol=4 * torch.finfo(weight.dtype).eps, atol=0) else None
+
+
+def pack_linears(module: nn.Module) -> nn.Module:
+    """Replaces each nn.Linear of a CPU module by a PackedLinear, in place.
+
+    Other devices are left alone, and so is what a quantiser made: a subclass of nn.Linear or of Tensor.
+    """
+    for name, child in list(module.named_modules()):
+        if type(child) is not nn.Linear or type(child.weight.data) is not torch.Tensor:
+            continue
+        if child.weight.device.type == "cpu" and child.weight.dtype in PACKED_DTYPES:
             module.set_submodule(name, PackedLinear(child))
     return module

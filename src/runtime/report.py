@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import platform
 import shlex
@@ -12,8 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,22 +18,23 @@ from rich.text import Text
 from drafters.artifacts import atomic_write_json
 from drafters.contract import code_version
 from drafters.target import Target
+from runtime.cost_table import machine
 from runtime.identity import LosslessError
+from runtime.picture import picture
 
 # The stable surface: others script against these names.
 KEYS = (
     "acceptance_length", "acceptance_at", "rounds", "drafted", "accepted", "emitted",
     "tokens_per_s", "plain_tokens_per_s", "transformers_tokens_per_s", "speedup", "speedup_vs_transformers",
-    "identical", "prompts", "near_ties", "target", "drafter", "dtype", "temperature", "command", "versions", "machine",
+    "identical", "prompts", "near_ties", "time_share", "latency_ms", "by_proposer", "chosen_n", "predicted",
+    "target", "drafter", "dtype", "temperature", "verification", "lossy", "command", "versions", "machine",
     "per_prompt",
 )  # fmt: skip
 JSON_NAME, PICTURE_NAME = "report.json", "report.png"
-INK, MUTED, ACCENT, NEUTRAL = "#1f2933", "#6b7785", "#0f766e", "#b8c1cc"
 
 
 def environment(target: Target) -> dict[str, Any]:
     """Report keys that say how a measurement was made: dtype, command, versions, machine."""
-    gpu = target.device.type == "cuda"
     return {
         "dtype": str(target.dtype).removeprefix("torch."),
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -46,11 +44,7 @@ def environment(target: Target) -> dict[str, Any]:
             "transformers": transformers.__version__,
             "outrider": code_version(),
         },
-        "machine": {
-            "cpu": _cpu_name(),
-            "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name(target.device) if gpu else "cpu",
-        },
+        "machine": machine(target.device),
     }
 
 
@@ -87,8 +81,14 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def identity_line(report: dict[str, Any]) -> Text:
-    """`identical to plain decoding: N/N`, with what explains the rest."""
+    """`identical to plain decoding: N/N`, with what explains the rest, or why texts were not compared."""
     same, total = report["identical"], report["prompts"]
+    if report["lossy"]:
+        return Text(
+            f"LOSSY: verification={report['verification']} lets tokens pass the target would not say", "bold red"
+        )
+    if same is None and report["verification"] == "rejection" and report["temperature"]:
+        return Text("the distribution of plain decoding, not its text (verification=rejection): not compared", "yellow")
     if same is None:
         return Text("identical to plain decoding: not checked (eval.check_identity=false)", style="yellow")
     line = f"identical to plain decoding: {same}/{total}"
@@ -99,9 +99,14 @@ def identity_line(report: dict[str, Any]) -> Text:
     return Text(line, style="bold red" if wrong else "bold yellow")
 
 
+def rule_name(report: dict[str, Any]) -> str:
+    """The rule drafts were accepted by, as reports name it."""
+    return f"{report['verification']}, LOSSY" if report["lossy"] else report["verification"]
+
+
 def _measurements(report: dict[str, Any]) -> Table:
     title = f"{report['drafter']} for {report['target']}: {report['prompts']} prompts, "
-    title = Text(title + f"T={report['temperature']:g}, {report['dtype']}")  # as Text: names are not markup
+    title = Text(title + f"T={report['temperature']:g}, {report['dtype']}, {rule_name(report)}")  # names are no markup
     table = Table(title=title, title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")
@@ -115,7 +120,29 @@ def _measurements(report: dict[str, Any]) -> Table:
     peer, ratio = report["transformers_tokens_per_s"], report["speedup_vs_transformers"]
     if peer is not None:
         table.add_row("transformers.generate", f"{peer:.1f}", f"speed-up {ratio:.2f}x")
+    _add_where_time_went(table, report)
     return table
+
+
+def _add_where_time_went(table: Table, report: dict[str, Any]) -> None:
+    latency, shares, predicted = report["latency_ms"], report["time_share"], report["predicted"]
+    if latency is not None:
+        values = " / ".join(f"{latency[name]:.1f}" for name in ("p50", "p95", "p99"))
+        table.add_row("ms per token", values, "p50 / p95 / p99, prompt not included")
+    if shares is not None:
+        values = " / ".join(f"{share:.0%}" for share in shares.values())
+        table.add_row("time of a round", values, " / ".join(shares))
+    for name, counts in report["by_proposer"].items():
+        share = counts["accepted"] / counts["drafted"]
+        table.add_row(
+            Text(f"accepted of {name}"), f"{share:.1%}", f"{counts['accepted']} of {counts['drafted']} drafts"
+        )
+    if len(report["chosen_n"]) > 1:
+        often = sorted(report["chosen_n"].items(), key=lambda item: -item[1])[:4]
+        values = ", ".join(f"{n}: {count / report['rounds']:.0%}" for n, count in often)
+        table.add_row("drafts per round", values, "most frequent sizes; 0: plain")
+    if predicted is not None:
+        table.add_row("tokens expected", f"{predicted['expected']:.0f}", f"by the cost model; got {predicted['got']}")
 
 
 def _categories(per_prompt: list[dict[str, Any]]) -> Table:
@@ -132,78 +159,6 @@ def _categories(per_prompt: list[dict[str, Any]]) -> Table:
     return table
 
 
-# ---- picture ----------------------------------------------------------------------------------------------------
-
-
-def picture(report: dict[str, Any]) -> bytes:
-    """The drawing as PNG, 1500 x 630 pixels."""
-    buffer = io.BytesIO()
-    draw(report).savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
-def draw(report: dict[str, Any]) -> Figure:
-    """Acceptance by depth on the left, tokens per second of the decoders on the right."""
-    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(rect=(0.008, 0.01, 0.984, 0.86), wspace=0.06)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    _draw_acceptance(left, report)
-    _draw_speed(right, report)
-    title = f"{report['drafter']}  on  {report['target']}"
-    machine = report["machine"]["cpu"] if report["machine"]["device"] == "cpu" else report["machine"]["device"]
-    note = f"{report['prompts']} prompts, temperature {report['temperature']:g}, {report['dtype']}, {machine}"
-    figure.text(0.015, 0.935, title, color=INK, fontsize=13, weight="bold")
-    figure.text(0.015, 0.885, note, color=MUTED, fontsize=8.5)
-    return figure
-
-
-def _draw_acceptance(axes: Axes, report: dict[str, Any]) -> None:
-    shares = report["acceptance_at"]
-    _frame(axes, f"Acceptance length  {report['acceptance_length']:.2f}")
-    if not shares:
-        axes.text(0.5, 0.5, "nothing was drafted", color=MUTED, ha="center", va="center", transform=axes.transAxes)
-        axes.set(xticks=[], yticks=[])
-        return
-    depths = range(1, len(shares) + 1)
-    bars = axes.bar(depths, [100 * share for share in shares], color=ACCENT, width=0.62)
-    axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=3, color=INK, fontsize=9)
-    axes.set(ylim=(0, 108), yticks=range(0, 101, 25), xticks=list(depths), xlabel="depth of the drafted token")
-    axes.set_ylabel("rounds that accepted it, %")
-    axes.grid(axis="y", color="#e5e9ee", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _draw_speed(axes: Axes, report: dict[str, Any]) -> None:
-    bars = [
-        ("transformers\ngenerate", report["transformers_tokens_per_s"], NEUTRAL),
-        ("plain decoding", report["plain_tokens_per_s"], NEUTRAL),
-        ("with drafter", report["tokens_per_s"], ACCENT),
-    ]
-    bars = [bar for bar in bars if bar[1] is not None]
-    _frame(axes, f"Speed  {report['speedup']:.2f}x plain decoding")
-    names, speeds, colours = zip(*bars)
-    drawn = axes.barh(range(len(bars)), speeds, color=colours, height=0.58)
-    ratios = [speed / report["plain_tokens_per_s"] for speed in speeds]
-    labels = [f"{speed:.1f}   ({ratio:.2f}x)" for speed, ratio in zip(speeds, ratios)]
-    axes.bar_label(drawn, labels, padding=5, color=INK, fontsize=9.5)
-    axes.set(yticks=range(len(bars)), xlim=(0, 1.3 * max(speeds)), ylim=(-0.6, len(bars) - 0.4))
-    axes.set_yticklabels(names, color=INK)
-    axes.set_xlabel("tokens per second, prompt included (ratio to plain decoding)")
-    axes.grid(axis="x", color="#e5e9ee", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _frame(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", color=INK, fontsize=11, pad=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#c4ccd4")
-    axes.tick_params(colors=MUTED, labelsize=9, length=0)
-    axes.xaxis.label.set_color(MUTED)
-    axes.yaxis.label.set_color(MUTED)
-    axes.xaxis.label.set_fontsize(9)
-    axes.yaxis.label.set_fontsize(9)
-
-
 # ---- parts ------------------------------------------------------------------------------------------------------
 
 
@@ -211,10 +166,3 @@ def _write_bytes(path: Path, data: bytes) -> None:
     temp = path.with_name(f".{path.name}.tmp")
     temp.write_bytes(data)
     os.replace(temp, path)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")  # platform.processor() is empty on most Linux systems
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from runtime.metrics import Stats
-from runtime.sampling import SamplingParams
+from runtime.processors import Processors
+from runtime.sampling import Noise, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Request:
     params: SamplingParams
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
+    noise: Noise | None = None  # of a request that samples
+    processors: Processors | None = None
     token_ids: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None

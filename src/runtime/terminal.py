@@ -8,7 +8,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.text import Text
 
-from drafters.config import ServeRun
+from drafters.config import LOSSY_RULES, ServeRun
 from drafters.errors import ConfigError
 from drafters.target import Target
 from runtime.discover import choose_drafter
@@ -53,13 +53,14 @@ def chat(cfg: ServeRun, console: Console) -> None:
             messages.pop()
 
 
-def footer(result: Result, seconds: float) -> str:
-    """One line: tau, tokens/s from the prompt's ids to the last token, rounds, tokens, why it ended."""
+def footer(result: Result, seconds: float, params: SamplingParams) -> str:
+    """One line: tau, tokens/s from the prompt's ids to the last token, rounds, tokens, why it ended, and if lossy."""
     stats, tokens = result.stats, len(result.token_ids)
-    return (
+    line = (
         f"tau {stats.acceptance_length:.2f} | {tokens / seconds:.1f} tokens/s | {stats.rounds} rounds | "
         f"{tokens} tokens | {result.finish_reason}"
     )
+    return f"{line} | LOSSY: verification={params.verification}" if params.verification in LOSSY_RULES else line
 
 
 def _open(cfg: ServeRun) -> Engine:
@@ -68,7 +69,7 @@ def _open(cfg: ServeRun) -> Engine:
 
 
 def _params(cfg: ServeRun) -> SamplingParams:
-    return SamplingParams(cfg.eval.max_new_tokens, cfg.sampling.temperature, cfg.sampling.seed)
+    return SamplingParams(cfg.eval.max_new_tokens, **asdict(cfg.sampling), verification=cfg.verification)
 
 
 def _ask(console: Console) -> str | None:
@@ -99,7 +100,7 @@ def _answer(
         stream.close()
     seconds = perf_counter() - start
     console.print()
-    console.print(Text("stopped" if result is None else footer(result, seconds), style="dim"), soft_wrap=True)
+    console.print(Text("stopped" if result is None else footer(result, seconds, params), style="dim"), soft_wrap=True)
     return shown if result is None else result.text, result
 
 

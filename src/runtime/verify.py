@@ -1,7 +1,8 @@
-"""The one acceptance rule: walk the tree along the target's own choices."""
+"""The walk down a tree along tokens the target itself chose."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.tree import DraftTree
@@ -15,14 +16,22 @@ class Verification:
     next_token: int
 
 
-def verify(tree: DraftTree, choices: list[int]) -> Verification:
+def walk(tree: DraftTree, choice: Callable[[int], int]) -> Verification:
     """Follows, from the root, the child that equals the target's choice; the first miss is the next token.
 
-    choices: the target's own token after each node (see sampling.choose). The text is the target's own
-    whatever the tree holds.
+    choice: the target's own token after a node; asked once, in order, for each node of the path and no other. The
+    text is the target's own whatever the tree holds.
     """
     children = {(parent, token): node for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens))}
     path = [0]
-    while (node := children.get((path[-1], choices[path[-1]]))) is not None:
+    while True:
+        token = choice(path[-1])
+        node = children.get((path[-1], token))
+        if node is None:
+            return Verification(tuple(path), token)
         path.append(node)
-    return Verification(tuple(path), choices[path[-1]])
+
+
+def verify(tree: DraftTree, choices: list[int]) -> Verification:
+    """The walk along choices known for every node (see sampling.choose)."""
+    return walk(tree, choices.__getitem__)

@@ -130,6 +130,83 @@ def test_a_drafter_under_the_working_folder_is_named_without_the_machines_folder
     assert module._shown("ngram") == "ngram"
 
 
+# ---- where time and drafts went ----------------------------------------------------------------------------------
+
+
+class Named(Oracle):
+    """The oracle with its name on each draft."""
+
+    def propose(self, budgets):
+        trees = super().propose(budgets)
+        return {
+            row: dataclasses.replace(tree, sources=("", *["oracle"] * (len(tree) - 1))) for row, tree in trees.items()
+        }
+
+
+def test_drafts_are_counted_by_size_and_proposer(tiny_target, plain_answers):
+    report = run(tiny_target, Named(plain_answers, 3, wrong_at=3), prompts=PROMPTS[:1])
+    assert report["chosen_n"] == {"2": 1, "5": 2}
+    assert report["by_proposer"] == {"oracle": {"drafted": 12, "accepted": 6}}
+    assert report["predicted"] is None  # trees of a fixed size
+    assert sum(run(tiny_target, "none")["chosen_n"].values()) == 27
+
+
+def test_time_is_split_and_given_per_token(tiny_target, plain_answers):
+    report = run(tiny_target, Named(plain_answers, 3, None))
+    assert list(report["time_share"]) == ["draft", "verify", "sample", "rest"]
+    assert sum(report["time_share"].values()) == pytest.approx(1.0)
+    assert report["time_share"]["verify"] > 0.2
+    latency = report["latency_ms"]
+    assert list(latency) == ["p50", "p95", "p99"] and 0 < latency["p50"] <= latency["p95"] <= latency["p99"] < 1e4
+
+
+def test_the_report_is_what_json_gives_back(tiny_target):
+    report = run(tiny_target, "ngram", prompts=PROMPTS[:1])
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_sampling_settings_reach_the_sampler(tiny_target, monkeypatch):
+    seen = []
+    real = Engine.generate
+    monkeypatch.setattr(Engine, "generate", lambda self, ids, params: seen.append(params[0]) or real(self, ids, params))
+    sampling = SamplingConfig(0.9, 5, 40, 0.95, 0.05, 1.1, 0.2, 0.3, 4)
+    report = measure(tiny_target, "none", PROMPTS[:1], RUNTIME, FAST, sampling, None, "rejection")
+    fields = dataclasses.asdict(sampling)
+    del fields["seed"]
+    assert {name: getattr(seen[-1], name) for name in fields} == fields
+    assert (seen[-1].verification, report["verification"]) == ("rejection", "rejection")
+
+
+@pytest.mark.parametrize(
+    ("verification", "temperature", "compared", "lossy"),
+    [
+        ("coupled", 1.0, True, False),
+        ("rejection", 0.0, True, False),
+        ("rejection", 1.0, False, False),
+        ("typical", 0.0, False, True),
+        ("typical", 1.0, False, True),
+    ],
+)
+def test_texts_are_compared_where_the_rule_promises_them(tiny_target, verification, temperature, compared, lossy):
+    sampling = SamplingConfig(temperature)
+    report = measure(tiny_target, "ngram", PROMPTS[:1], RUNTIME, FAST, sampling, None, verification)
+    assert (report["identical"] is not None, report["lossy"]) == (compared, lossy)
+
+
+def test_sizes_chosen_by_cost_show_what_was_expected(tiny_target, plain_answers, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    runtime = RuntimeConfig(num_draft_tokens="auto")
+    report = run(tiny_target, Named(plain_answers, 3, None), runtime=runtime)
+    assert (report["identical"], report["predicted"]["got"]) == (3, report["emitted"])
+    assert report["predicted"]["expected"] >= report["rounds"]
+
+
+def test_acceptance_while_training_does_not_depend_on_costs(own_target, oracle):
+    auto = RuntimeConfig(num_draft_tokens="auto")
+    got = quick_acceptance(oracle(known=1), own_target, PROMPTS[:2], auto, NEW)
+    assert got == quick_acceptance(oracle(known=1), own_target, PROMPTS[:2], RUNTIME, NEW)
+
+
 # ---- speed ------------------------------------------------------------------------------------------------------
 
 
@@ -362,8 +439,8 @@ def test_a_lossless_failure_is_raised_after_the_report_is_written(serve_run, tmp
     monkeypatch.setattr("runtime.engine.verify", accept_blindly)
     # Any draft the target would not have made will do; a drafter of constant tokens makes many.
     monkeypatch.setattr(
-        "runtime.proposers.ngram.NgramProposer._chain",
-        lambda self, row, budget: DraftTree.chain(self._ids[row][-1], [7] * budget.depth),
+        "runtime.proposers.ngram.NgramProposer._tree",
+        lambda self, text, budget: DraftTree.chain(text.ids[-1], [7] * budget.depth),
     )
     with pytest.raises(LosslessError, match="lossless check failed: 3 of 3 answers") as caught:
         evaluate(serve_run, Console(record=True))

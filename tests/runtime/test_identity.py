@@ -45,7 +45,7 @@ def test_margin_is_measured_to_the_worse_of_the_two_tokens(check, answer, tiny_f
 
 
 def test_margin_counts_a_third_token_that_beats_both(check, answer):
-    scores = check._scores([*answer.prompt_ids, *answer.token_ids[:3]], GREEDY)
+    scores = check._scores(answer.prompt_ids, answer.token_ids[:3], GREEDY)
     second, third = scores.argsort(descending=True).tolist()[1:3]
     found = check.compare(answer.prompt_ids, changed(answer, 3, second), changed(answer, 3, third), GREEDY)
     assert found.margin == pytest.approx(float(scores.max() - scores[third]), abs=1e-4)
@@ -71,11 +71,11 @@ def test_near_tie_means_under_twice_the_noise(check, answer):
 
 
 def test_at_a_temperature_the_scores_are_those_the_sampler_saw(check, answer, tiny_target):
-    params = SamplingParams(8, temperature=0.7, seed=11)
+    params = SamplingParams(8, temperature=0.7, seed=11, repetition_penalty=1.5, top_k=3)
     sampled = Engine.load(tiny_target, "none").generate([answer.prompt_ids], params)[0].token_ids
     assert sampled != answer.token_ids
     for position, token in enumerate(sampled):
-        scores = check._scores([*answer.prompt_ids, *sampled[:position]], params)
+        scores = check._scores(answer.prompt_ids, sampled[:position], params)
         assert int(scores.argmax()) == token
     check.noise = 0.7
     assert check.compare(answer.prompt_ids, sampled[:-1] + [0], sampled, params).limit == pytest.approx(2.0)

@@ -1,9 +1,10 @@
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from runtime.attention import grouped_attention
-from runtime.packing import HALF_CHANGE, PackedLinear, fits_half, pack_linears
+from runtime.packing import HALF_CHANGE, FastRMSNorm, PackedLinear, fits_half, pack_linears, prepare
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -43,7 +44,7 @@ def test_a_weight_of_a_half_precision_checkpoint_is_stored_as_half_and_multiplie
     linear = nn.Linear(64, 32, bias=bias).to(torch.bfloat16).to(dtype)
     packed = PackedLinear(linear)
     assert packed.half
-    assert torch.equal(packed.weight, linear.weight)
+    assert (packed.weight.float() - linear.weight.float()).abs().max() <= HALF_CHANGE
     x = torch.randn(7, 64).to(dtype)
     with torch.inference_mode():
         exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
@@ -82,3 +83,27 @@ def test_grouped_attention_equals_repeated_keys():
     k3, v3 = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k3, v3, attn_mask=mask, scale=0.3)
     assert torch.allclose(grouped_attention(q, k, v, mask, 0.3), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_replaced_by_ones_that_give_the_same(dtype):
+    norm = LlamaRMSNorm(48, eps=1e-5)
+    norm.weight.data = torch.rand(48)
+    model = nn.Sequential(nn.Linear(8, 48), norm).to(dtype)
+    x = torch.randn(2, 5, 48).to(dtype)
+    with torch.inference_mode():
+        expected = norm(x)
+        prepare(model)
+        assert isinstance(model[0], PackedLinear) and isinstance(model[1], FastRMSNorm)
+        torch.testing.assert_close(model[1](x), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-9)
+        assert torch.isfinite(model[1](torch.zeros(1, 1, 48, dtype=dtype))).all()
+
+
+def test_a_norm_of_another_kind_stays():
+    class Shifted(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) + hidden_states
+
+    module = nn.Sequential(Shifted(16), nn.LayerNorm(16))
+    kinds = [type(m) for m in prepare(module)]
+    assert kinds == [Shifted, nn.LayerNorm]

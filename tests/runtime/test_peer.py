@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from drafters.config import TargetConfig
+from drafters.errors import ConfigError
 from drafters.target import Target
 from runtime import Engine, SamplingParams
 from runtime.peer import TransformersPeer
@@ -29,6 +30,26 @@ def test_transformers_gives_plain_decodings_ids(tiny_target, plain_answers):
     expected = [answer.token_ids for answer in plain_answers]
     assert peer.generate(prompts, [SamplingParams(NEW)] * 3) == expected
     assert peer.generate(prompts[:1], [SamplingParams(4)]) == [expected[0][:4]]
+
+
+@pytest.mark.parametrize("drafter", ["none", "random"])
+def test_processors_make_the_text_transformers_makes_with_them(tiny_target, plain_answers, drafter):
+    """Every setting that moves a greedy choice, on trees of random drafts too."""
+    first = plain_answers[0]
+    settings = SamplingParams(
+        NEW, repetition_penalty=1.7, logit_bias={first.token_ids[2]: -3.0}, bad_words=((first.token_ids[0],),), min_tokens=3
+    )  # fmt: skip
+    engine = Engine.load(tiny_target, drafter, num_draft_tokens=8)
+    answers = engine.generate([a.prompt_ids for a in plain_answers], settings)
+    assert answers[0].token_ids != first.token_ids
+    peer = TransformersPeer(tiny_target)
+    for answer in answers:
+        assert peer.generate([answer.prompt_ids], [settings]) == [answer.token_ids]
+
+
+def test_what_transformers_cannot_do_is_refused(tiny_target):
+    with pytest.raises(ConfigError, match="presence_penalty is 0.5.*compare_transformers=false"):
+        TransformersPeer(tiny_target).generate([[3, 4]], [SamplingParams(4, presence_penalty=0.5)])
 
 
 def test_transformers_ends_at_the_same_ids(tiny_target, plain_answers):

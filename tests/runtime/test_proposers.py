@@ -2,26 +2,7 @@ import pytest
 import torch
 
 from runtime import SamplingParams
-from runtime.proposers.base import Budget
-from runtime.proposers.ngram import NgramProposer
 from tests.runtime.conftest import PROMPTS
-
-
-def test_ngram_continues_the_most_recent_longest_match():
-    proposer = NgramProposer()
-    proposer.start(0, [1, 2, 3, 4, 9, 2, 3, 5, 7, 1, 2], 3, None)
-    # "1 2 3" was last followed by "4 9 2"; the shorter but later "2 3" by "5 7"
-    assert proposer.propose({0: Budget(4, 9)})[0].tokens == (3, 4, 9, 2)
-    proposer.commit(0, [8, 2, 3], None)
-    # "8 2 3" is new; "2 3" was last followed by "8"
-    assert proposer.propose({0: Budget(3, 9)})[0].tokens == (3, 8, 2)
-    assert proposer.propose({0: Budget(9, 1)})[0].tokens == (3, 8)
-
-
-def test_ngram_without_a_match_drafts_nothing():
-    proposer = NgramProposer()
-    proposer.start(0, [1, 2, 3], 4, None)
-    assert len(proposer.propose({0: Budget(8, 8)})[0]) == 1
 
 
 def _dense_rollout(drafter, taps, ids, depth):

@@ -13,13 +13,15 @@ import torch
 import transformers
 from rich.console import Console
 
+from runtime import picture as pictures
 from runtime import report as reports
 from runtime.identity import LosslessError
 
 SURFACE = [
     "acceptance_length", "acceptance_at", "rounds", "drafted", "accepted", "emitted", "tokens_per_s",
     "plain_tokens_per_s", "transformers_tokens_per_s", "speedup", "speedup_vs_transformers", "identical", "prompts",
-    "near_ties", "target", "drafter", "dtype", "temperature", "command", "versions", "machine", "per_prompt",
+    "near_ties", "time_share", "latency_ms", "by_proposer", "chosen_n", "predicted", "target", "drafter", "dtype",
+    "temperature", "verification", "lossy", "command", "versions", "machine", "per_prompt",
 ]  # fmt: skip
 ROW_SURFACE = [
     "id", "category", "rounds", "drafted", "accepted", "emitted", "acceptance_length", "tokens", "seconds",
@@ -38,7 +40,11 @@ def sample(**changes) -> dict:
         "acceptance_length": 60 / 35, "acceptance_at": [0.5, 0.25], "rounds": 35, "drafted": 140, "accepted": 25,
         "emitted": 60, "tokens_per_s": 21.0, "plain_tokens_per_s": 14.0, "transformers_tokens_per_s": 7.0,
         "speedup": 1.5, "speedup_vs_transformers": 3.0, "identical": 3, "prompts": 3, "near_ties": 0, "target": "tiny",
-        "drafter": "outputs/x/export", "dtype": "float32", "temperature": 0.0, "command": "python serve.py",
+        "drafter": "outputs/x/export", "dtype": "float32", "temperature": 0.0, "verification": "coupled",
+        "lossy": False, "time_share": {"draft": 0.2, "verify": 0.6, "sample": 0.15, "rest": 0.05}, "command": "python serve.py",
+        "latency_ms": {"p50": 40.0, "p95": 90.0, "p99": 101.5}, "chosen_n": {"0": 7, "4": 14, "12": 14},
+        "by_proposer": {"eagle3": {"drafted": 100, "accepted": 20}, "suffix": {"drafted": 40, "accepted": 5}},
+        "predicted": {"expected": 57.4, "got": 60},
         "versions": {}, "machine": {"cpu": "a CPU", "threads": 1, "device": "cpu"}, "per_prompt": rows,
     }  # fmt: skip
     return report | changes
@@ -93,12 +99,14 @@ def test_files_are_written_whole(tmp_path):
 
 def test_a_report_with_nothing_to_compare_is_written_too(tmp_path):
     missing = {"transformers_tokens_per_s": None, "speedup_vs_transformers": None, "acceptance_at": []}
+    missing |= {"time_share": None, "latency_ms": None, "by_proposer": {}, "chosen_n": {}, "predicted": None}
     report = sample(identical=None, near_ties=None, **missing)
     console = Console(record=True, width=120)
     reports.write(report, tmp_path, console)
     text = console.export_text()
     assert "not checked (eval.check_identity=false)" in text
     assert "transformers" not in text
+    assert not any(row in text for row in ("ms per token", "time of a round", "accepted of", "drafts per", "expected"))
 
 
 def test_tables():
@@ -112,6 +120,34 @@ def test_tables():
     assert cells(text, "tokens/s")[1] == "21.0"
     assert cells(text, "plain decoding")[1:] == ["14.0", "speed-up 1.50x"]
     assert cells(text, "transformers.generate")[1:] == ["7.0", "speed-up 3.00x"]
+    assert cells(text, "ms per token")[1:] == ["40.0 / 90.0 / 101.5", "p50 / p95 / p99, prompt not included"]
+    assert cells(text, "time of a round")[1:] == ["20% / 60% / 15% / 5%", "draft / verify / sample / rest"]
+    assert cells(text, "accepted of eagle3")[1:] == ["20.0%", "20 of 100 drafts"]
+    assert cells(text, "accepted of suffix")[1:] == ["12.5%", "5 of 40 drafts"]
+    assert cells(text, "drafts per round")[1:] == ["4: 40%, 12: 40%, 0: 20%", "most frequent sizes; 0: plain"]
+    assert cells(text, "tokens expected")[1:] == ["57", "by the cost model; got 60"]
+
+
+def test_a_lossy_rule_is_labelled_wherever_a_report_shows(tmp_path):
+    report = sample(verification="typical", lossy=True, identical=None, near_ties=None)
+    console = Console(record=True, width=120)
+    reports.write(report, tmp_path, console)
+    text = console.export_text()
+    assert "float32, typical, LOSSY" in text
+    assert "LOSSY: verification=typical lets tokens pass the target would not say" in text
+    assert "identical to plain" not in text
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert (written["verification"], written["lossy"]) == ("typical", True)
+    assert "LOSSY  verification=typical" in [text.get_text() for text in pictures.draw(report).texts]
+    assert not [text for text in pictures.draw(sample()).texts if "LOSSY" in text.get_text()]
+    assert "LOSSY" not in printed(sample())
+
+
+def test_rejection_keeps_the_distribution_and_is_said_to():
+    sampled = {"verification": "rejection", "temperature": 1.0, "identical": None, "near_ties": None}
+    assert "the distribution of plain decoding, not its text (verification=rejection)" in printed(sample(**sampled))
+    greedy = sample(verification="rejection")
+    assert printed(greedy).splitlines()[-1] == "identical to plain decoding: 3/3"
 
 
 def test_categories_are_sums_over_sums():
@@ -149,19 +185,34 @@ def test_an_unexplained_difference_fails_in_fp32_only():
 
 
 def test_picture_is_a_png_of_a_fixed_size():
-    data = reports.picture(sample())
+    data = pictures.picture(sample())
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", data[16:24]) == (1500, 630)
+    assert struct.unpack(">II", data[16:24]) == (1500, 1080)
+
+
+def labels(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
 
 
 def test_picture_shows_the_numbers():
-    figure = reports.draw(sample())
-    left, right = figure.axes
+    left, right, sizes, time, proposers = pictures.draw(sample()).axes
     assert [bar.get_height() for bar in left.patches] == [50.0, 25.0]
     assert [bar.get_width() for bar in right.patches] == [7.0, 14.0, 21.0]
-    labels = [text.get_text() for text in right.texts]
-    assert labels == ["7.0   (0.50x)", "14.0   (1.00x)", "21.0   (1.50x)"]
-    assert [text.get_text() for text in left.texts] == ["50%", "25%"]
-    without = reports.draw(sample(transformers_tokens_per_s=None, acceptance_at=[]))
-    assert [bar.get_width() for bar in without.axes[1].patches] == [14.0, 21.0]
-    assert [text.get_text() for text in without.axes[0].texts] == ["nothing was drafted"]
+    assert labels(right) == ["7.0   (0.50x)", "14.0   (1.00x)", "21.0   (1.50x)"]
+    assert labels(left) == ["50%", "25%"]
+    assert [bar.get_height() for bar in sizes.patches] == [20.0, 40.0, 40.0]
+    assert [text.get_text() for text in sizes.get_xticklabels()] == ["0", "4", "12"]
+    assert [bar.get_width() for bar in time.patches] == [20.0, 60.0, 15.0, 5.0]
+    assert time.get_title(loc="left") == "Time  40.0 ms per token"
+    assert time.get_xlabel() == "share, %  (p95 90.0, p99 101.5 ms)"
+    assert labels(proposers) == ["20.0%  of 100", "12.5%  of 40"]
+    assert [text.get_text() for text in proposers.get_yticklabels()] == ["eagle3", "suffix"]
+
+
+def test_picture_says_what_is_missing():
+    missing = {"transformers_tokens_per_s": None, "acceptance_at": [], "time_share": None, "latency_ms": None}
+    left, right, sizes, time, proposers = pictures.draw(sample(**missing, by_proposer={}, chosen_n={})).axes
+    assert [bar.get_width() for bar in right.patches] == [14.0, 21.0]
+    assert [labels(axes) for axes in (left, sizes, time, proposers)] == [
+        ["nothing was drafted"], ["no round was run"], ["not timed"], ["no draft of a named proposer"],
+    ]  # fmt: skip

@@ -104,7 +104,10 @@ def test_pieces_are_shown_as_they_are_without_markup_or_breaks(cfg, console, mon
 
 def test_footer_divides_by_the_seconds():
     result = Result([1], list(range(30)), "", "length", Stats(rounds=12, drafted=60, accepted=17, emitted=29))
-    assert terminal.footer(result, 2.0) == "tau 2.42 | 15.0 tokens/s | 12 rounds | 30 tokens | length"
+    line = "tau 2.42 | 15.0 tokens/s | 12 rounds | 30 tokens | length"
+    assert terminal.footer(result, 2.0, SamplingParams()) == line
+    lossy = SamplingParams(verification="typical")
+    assert terminal.footer(result, 2.0, lossy) == line + " | LOSSY: verification=typical"
 
 
 def test_generate_needs_a_prompt(cfg, console):

@@ -4,7 +4,7 @@ import torch
 
 from runtime.sampling import SamplingParams, choose
 from runtime.tree import DraftTree
-from runtime.verify import verify
+from runtime.verify import verify, walk
 
 VOCAB = 3
 
@@ -17,6 +17,14 @@ def test_walk_follows_the_targets_choice_to_the_first_miss():
     assert verify(tree, [6, 0, 1, 8, 4]).next_token == 1
     assert verify(tree, [0, 0, 7, 8, 4]).path == (0,)
     assert verify(DraftTree.root(9), [3]).next_token == 3
+
+
+def test_walk_asks_at_the_path_alone_and_once():
+    tree = DraftTree((9, 5, 6, 7, 8), (-1, 0, 0, 2, 3), (0, 1, 1, 2, 3))
+    asked = []
+    found = walk(tree, lambda node: asked.append(node) or [6, 0, 7, 1, 4][node])
+    assert asked == [0, 2, 3]
+    assert found == verify(tree, [6, 0, 7, 1, 4])
 
 
 def _next(history: tuple[int, ...]) -> int:

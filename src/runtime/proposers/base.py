@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from runtime.sampling import DraftNoise
 from runtime.tree import DraftTree
+
+Held = tuple[str, object, object]  # debug mode: a field's name, what is kept, what the text gives
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ class Proposer(ABC):
 
     def observe(self, row: int, tree: DraftTree, logits: Tensor) -> None:  # noqa: B027 (most proposers do not look)
         """The target's raw logits [N, V] at the nodes of the tree just verified; before commit()."""
+
+    def audit(self, row: int, ids: list[int], taps: Tensor | None) -> Iterable[Held]:
+        """For debug mode: what is kept for a row beside the same computed from its text alone.
+
+        ids: the text, the next root last; taps [len(ids) - 1, K*Ht]: the target's, from one forward over ids[:-1].
+        """
+        return ()
 
     @abstractmethod
     def release(self, row: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from drafters.models.eagle3 import Eagle3Drafter
 from runtime.attention import grouped_attention
-from runtime.proposers.base import Budget, Proposer
+from runtime.proposers.base import Budget, Held, Proposer
+from runtime.proposers.growth import draft_log_probs, fixed_shape, noise_at, rank
 from runtime.tree import DraftTree, best_nodes
 
 
@@ -27,7 +29,8 @@ class EagleProposer(Proposer):
     """Draws a dynamic tree (EAGLE-2) from a one-layer drafter, for all rows at once.
 
     Draft keys live at slot = position, tree nodes behind them; starting the next round overwrites those, so keys
-    made from drafted features never survive a round.
+    made from drafted features never survive a round. Rows that sample are drafted with the target's own noise
+    (coupled drafting); rows verified by rejection get a tree drawn from the draft distribution.
     """
 
     name = "eagle3"
@@ -39,6 +42,8 @@ class EagleProposer(Proposer):
         self.depth = depth
         self.scale = drafter.shape.head_dim**-0.5
         self.device = drafter.norm.weight.device
+        draft_ids = torch.arange(drafter.shape.draft_vocab_size, device=self.device)
+        self.target_ids = drafter.draft_to_target(draft_ids)
         self._rows: dict[int, _Row] = {}
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
@@ -63,17 +68,43 @@ class EagleProposer(Proposer):
         del self._rows[row]
 
     @torch.inference_mode()
+    def audit(self, row: int, ids: list[int], taps: Tensor | None) -> Iterator[Held]:
+        state = self._rows[row]
+        done = state.length
+        yield "root", state.root, ids[-1]
+        yield "tokens not yet run", state.tokens, ids[done + 1 :]
+        yield "features not yet run", torch.cat([*state.features, taps[:0]]), taps[done:]
+        if done == 0:
+            return
+        kept: list[Tensor] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kept.extend((k[0], v[0]))
+            return grouped_attention(q, k, v, None, self.scale)
+
+        tokens = torch.tensor([ids[1 : done + 1]], device=self.device)
+        positions = torch.arange(done, device=self.device)[None]
+        self.drafter.forward_layer(tokens, self.drafter.fuse(taps[None, :done]), positions, attend)
+        yield "draft keys", self.keys[row, :, :done], kept[0]
+        yield "draft values", self.values[row, :, :done], kept[1]
+
+    @torch.inference_mode()
     def propose(self, budgets: dict[int, Budget]) -> dict[int, DraftTree]:
         """Trees for the rows; rows without room for a draft get their root alone."""
-        trees = {row: DraftTree.root(self._rows[row].root) for row, limit in budgets.items()}
+        trees = {row: DraftTree.root(self._rows[row].root) for row in budgets}
         rows = [row for row, limit in budgets.items() if limit.nodes > 1 and limit.depth > 0]
         if not rows:
             return trees
-        depth = max(budgets[row].depth for row in rows)
-        tokens, parents, depths, scores = self._grow(rows, self._extend(rows), depth)
+        out = self._extend(rows)
         for b, row in enumerate(rows):
-            root = self._rows[row].root
-            trees[row] = self._select(root, tokens[b], parents[b], depths, scores[b], budgets[row])
+            if budgets[row].drawn:
+                trees[row] = self._draw(row, out[b], budgets[row])
+        grown = [b for b, row in enumerate(rows) if not budgets[row].drawn]
+        if grown:
+            rows = [rows[b] for b in grown]
+            tokens, parents, depths, scores = self._grow(rows, out[grown], [budgets[row] for row in rows])
+            for b, row in enumerate(rows):
+                trees[row] = self._select(self._rows[row].root, tokens[b], parents[b], depths, scores[b], budgets[row])
         return trees
 
     def _extend(self, rows: list[int]) -> Tensor:
@@ -100,25 +131,27 @@ class EagleProposer(Proposer):
         out = self._layer(rows, ids, hidden, positions, slots, visible)
         return out[torch.arange(len(rows)), torch.tensor(counts) - 1]
 
-    def _grow(self, rows: list[int], out: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Candidates level by level: tokens, parents (0 is the root) [B, M], depths [M], scores [B, M]."""
-        batch, k = len(rows), self.top_k
-        lengths = torch.tensor([self._rows[row].length for row in rows])
-        width = int(lengths.max()) + k * depth
-        base = torch.arange(width) < lengths[:, None]  # [B, width]
+    def _grow(
+        self, rows: list[int], out: Tensor, budgets: list[Budget]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Candidates level by level, on the CPU: tokens, parents (0 is the root) [B, M], depths [M], scores [B, M]."""
+        batch, k, device = len(rows), self.top_k, self.device
+        depth = max(budget.depth for budget in budgets)
+        lengths = torch.tensor([self._rows[row].length for row in rows], device=device)
+        width = max(self._rows[row].length for row in rows) + k * depth
+        base = torch.arange(width, device=device) < lengths[:, None]  # [B, width]
         seen = base[:, None].expand(batch, k, width).clone()
-        tokens, scores = self._children(out[:, None])
-        tokens, scores = tokens[:, 0], scores[:, 0]  # [B, k]
+        tokens, scores = (x[:, 0] for x in self._children(out[:, None], budgets, 1))  # [B, k]
         all_tokens, all_scores = [tokens], [scores]
-        frontier = torch.arange(1, k + 1).expand(batch, k)  # node numbers, the root being 0
-        all_parents, count = [torch.zeros(batch, k, dtype=torch.long)], k
+        frontier = torch.arange(1, k + 1, device=device).expand(batch, k)  # node numbers, the root being 0
+        all_parents, count = [torch.zeros_like(frontier)], k
         hidden = self.drafter.feedback(out)[:, None].expand(batch, k, -1)
         for level in range(1, depth):
-            slots = lengths[:, None] + (level - 1) * k + torch.arange(k)
+            slots = lengths[:, None] + (level - 1) * k + torch.arange(k, device=device)
             seen = seen.scatter(2, slots[:, :, None], True)
             positions = (lengths + level - 1)[:, None].expand(batch, k)
             out = self._layer(rows, tokens, hidden, positions, slots, seen[:, None])
-            child_tokens, child_scores = self._children(out)  # [B, k, k]
+            child_tokens, child_scores = self._children(out, budgets, level + 1)  # [B, k, k]
             child_scores = (child_scores + scores[..., None]).flatten(1)
             child_tokens = child_tokens.flatten(1)
             all_tokens.append(child_tokens)
@@ -127,19 +160,56 @@ class EagleProposer(Proposer):
             scores, best = child_scores.topk(k, dim=-1)
             tokens = child_tokens.gather(1, best)
             parent = best // k
-            above = parent[..., None].expand(-1, -1, out.shape[-1]).to(out.device)
-            hidden = self.drafter.feedback(out).gather(1, above)
+            hidden = self.drafter.feedback(out).gather(1, parent[..., None].expand(-1, -1, out.shape[-1]))
             seen = seen.gather(1, parent[..., None].expand(-1, -1, width))
             frontier = best + count + 1
             count += k * k
         depths = torch.tensor([1] * k + [level + 1 for level in range(1, depth) for _ in range(k * k)])
-        return torch.cat(all_tokens, 1), torch.cat(all_parents, 1), depths, torch.cat(all_scores, 1)
+        return torch.cat(all_tokens, 1).cpu(), torch.cat(all_parents, 1).cpu(), depths, torch.cat(all_scores, 1).cpu()
 
-    def _children(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Target ids and log probabilities of the top_k continuations of [B, n, H]: both [B, n, k]."""
-        logp = torch.log_softmax(self.drafter.logits(out).float(), -1)
-        scores, ids = logp.topk(self.top_k, dim=-1)
-        return self.drafter.draft_to_target(ids).cpu(), scores.cpu()
+    def _children(self, out: Tensor, budgets: list[Budget], depth: int) -> tuple[Tensor, Tensor]:
+        """Target ids and conditional log scores of the top_k continuations of [B, n, H], at a depth: [B, n, k]."""
+        log_probs = draft_log_probs(self.drafter.logits(out), budgets)
+        scores, ids = rank(log_probs, budgets, depth, self.target_ids).topk(self.top_k, dim=-1)
+        return self.target_ids[ids], scores
+
+    def _draw(self, row: int, out: Tensor, budget: Budget) -> DraftTree:
+        """A tree of a fixed shape for one row, children drawn without replacement (Gumbel top-k), out: [H]."""
+        length = self._rows[row].length
+        tokens, parents, depths, scores = [self._rows[row].root], [-1], [0], [0.0]
+        shape = fixed_shape(budget.nodes, budget.depth, self.top_k)
+        probs = torch.zeros(sum(map(sum, shape)) + 1, self.drafter.shape.vocab_size, dtype=torch.float64)
+        visible = torch.zeros(len(probs), length + len(probs), dtype=torch.bool)
+        visible[:, :length] = True
+        hidden, level_nodes = self.drafter.feedback(out)[None], [0]
+        outs = out[None, None]
+        for depth, counts in enumerate(shape, start=1):
+            log_probs = draft_log_probs(self.drafter.logits(outs), [budget])[0]
+            order = (log_probs + noise_at([budget], depth, self.target_ids)[0]).topk(max(counts), dim=-1).indices
+            children, above = [], []
+            for i, (node, count) in enumerate(zip(level_nodes, counts)):
+                probs[node, self.target_ids.cpu()] = log_probs[i].double().exp().cpu()
+                for drafted in order[i, :count].tolist():
+                    child = len(tokens)
+                    tokens.append(int(self.target_ids[drafted]))
+                    parents.append(node)
+                    depths.append(depth)
+                    scores.append(scores[node] + float(log_probs[i, drafted]))
+                    visible[child] |= visible[node]
+                    visible[child, length + child] = True
+                    children.append(child)
+                    above.append(i)
+            if depth == len(shape):
+                break
+            hidden = hidden[above]
+            ids = torch.tensor([[tokens[child] for child in children]])
+            slots = torch.tensor([children]) + length
+            positions = torch.full((1, len(children)), length + depth - 1)
+            outs = self._layer([row], ids, hidden[None], positions, slots, visible[children][None, None])
+            hidden, level_nodes = self.drafter.feedback(outs)[0], children
+        sources = ("", *[self.name] * (len(tokens) - 1))
+        probs = probs / probs.sum(-1, keepdim=True).clamp_min(1e-300)
+        return DraftTree(tuple(tokens), tuple(parents), tuple(depths), tuple(scores), sources, probs)
 
     def _layer(
         self, rows: list[int], ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, visible: Tensor
@@ -170,4 +240,6 @@ class EagleProposer(Proposer):
             (root, *tokens[kept].tolist()),
             (-1, *(number[parent] for parent in parents[kept].tolist())),
             (0, *depths[kept].tolist()),
+            (0.0, *scores[kept].tolist()),
+            ("", *[self.name] * len(kept)),
         )

@@ -1,0 +1,58 @@
+"""The grammar of drafter.path: a way of proposing, a model folder, an export folder, or several joined by +."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafters.errors import ConfigError
+
+BUILT_IN = ("none", "ngram", "suffix", "recycle", "random")
+SMALL = "small:"
+CHOICES = f"an export folder, {', '.join(BUILT_IN)}, small:FOLDER, or several of them joined by +"
+
+
+@dataclass(frozen=True)
+class DrafterPart:
+    """One drafter of a path. kind: a name of BUILT_IN, or small or export with its folder."""
+
+    kind: str
+    folder: Path | None = None
+
+
+def parse_drafter_path(path: str) -> tuple[DrafterPart, ...]:
+    """The drafters a drafter.path names, in order; raises ConfigError naming the part that cannot be.
+
+    A folder that exists may have + in its name: from the left, the longest run of parts that is a folder is one.
+    """
+    pieces = path.split("+")
+    parts: list[DrafterPart] = []
+    while pieces:
+        size = next((n for n in range(len(pieces), 0, -1) if _part("+".join(pieces[:n])) is not None), None)
+        if size is None:
+            raise ConfigError(
+                f"drafter.path={path}: {_wrong(pieces[0])} (looked in {Path.cwd()}). Set drafter.path to {CHOICES}."
+            )
+        parts.append(_part("+".join(pieces[:size])))
+        pieces = pieces[size:]
+    twice = next((part for index, part in enumerate(parts) if part in parts[:index]), None)
+    if twice is not None:
+        raise ConfigError(f"drafter.path={path} names {twice.folder or twice.kind} twice. Name each drafter once.")
+    if len(parts) > 1 and DrafterPart("none") in parts:
+        raise ConfigError(f"drafter.path={path}: none drafts nothing and cannot be joined. Leave it out.")
+    return tuple(parts)
+
+
+def _part(text: str) -> DrafterPart | None:
+    if text in BUILT_IN:
+        return DrafterPart(text)
+    kind = "small" if text.startswith(SMALL) else "export"
+    name = text.removeprefix(SMALL) if kind == "small" else text
+    folder = Path(name).expanduser()
+    return DrafterPart(kind, folder) if name and folder.is_dir() else None
+
+
+def _wrong(text: str) -> str:
+    if text.startswith(SMALL):
+        return f"small: names no folder that exists, {text.removeprefix(SMALL)!r}"
+    return f"{text!r} is not a drafter: there is no such folder"

@@ -1,0 +1,266 @@
+"""How much to draft: the tree that promises most tokens per second, no draft at all among the choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from runtime.calibration import Calibration
+from runtime.cost_table import CostTable
+from runtime.proposers.base import Budget
+from runtime.tree import DraftTree
+
+AUTO_NODES = 64  # most nodes of a tree under runtime.num_draft_tokens=auto, the root included
+SHARE = 0.01  # of all time: most that exploring may lose, and most that believed drafts may lose beyond CREDIT
+CREDIT = 8.0  # plain rounds that believed drafts may lose before their estimates have settled
+REFRESH = 32  # drafted rounds after which the whole budget is drafted once, to see what deeper drafts are worth
+PLAIN_FIRST, PLAIN_AGAIN = 4, 128  # drafted rounds after which one is plain, to know what that costs; doubling
+AVERAGE = 0.1  # weight of the newest tree in what a depth is worth
+CHARGED = 4.0  # a draft is charged at most this many times its estimate: a busy moment is not the drafter's
+
+
+@dataclass
+class _Worth:
+    """What drafting to one depth gave lately: tokens per row, forward in plain steps, width of the best tree."""
+
+    tokens: float
+    steps: float
+    width: float
+
+    def follow(self, tokens: float, steps: float, width: float) -> None:
+        self.tokens += AVERAGE * (tokens - self.tokens)
+        self.steps += AVERAGE * (steps - self.steps)
+        self.width += AVERAGE * (width - self.width)
+
+
+@dataclass
+class _Profile:
+    """_Worth by depth for one kind of batch; drafts since the whole budget was drafted, and since a plain round."""
+
+    worth: dict[int, _Worth] = field(default_factory=dict)
+    best: int = 0  # depth last believed to pay most
+    since_full: int = 0
+    since_plain: int = 0
+    plain_after: int = PLAIN_FIRST
+
+
+@dataclass(frozen=True)
+class _Round:
+    """The round being run: what plan() decided and trim() made of it."""
+
+    profile: _Profile
+    depth: int
+    exploring: bool  # it is not believed to pay
+    sampled: dict[int, bool]
+    draft: float  # estimated seconds
+
+
+class CostModel:
+    """Chooses depth and size of the drafts of each round from measured costs and calibrated acceptance.
+
+    A round: plan(), the proposer, trim(), the target, observe(). The aim is emitted tokens per second over the batch,
+    (rows + sum of path probabilities) / (draft + forward) (TurboSpec, arXiv 2406.14066; Sequoia, arXiv 2402.12374),
+    and a plain round is always a candidate. Two accounts keep plain decoding's speed whatever a drafter claims: drafts
+    tried against the odds lose at most SHARE of all time, believed ones that turn out to lose at most CREDIT plain
+    rounds and SHARE of all time; past that rounds are plain.
+    """
+
+    def __init__(self, table: CostTable, calibration: Calibration, depth: int):
+        """depth: deepest draft ever asked for."""
+        self.table = table
+        self.calibration = calibration
+        self.depth = depth
+        self.expected: dict[int, float] = {}  # tokens each row should emit this round, set by trim()
+        self.seconds = 0.0
+        self.lost = 0.0  # seconds believed drafts lost against plain rounds, gains paid back first
+        self.explored = 0.0  # the same of drafts tried against the odds
+        self._profiles: dict[tuple[bool, int], _Profile] = {}
+        self._round: _Round | None = None
+
+    # ---- before the draft
+
+    def plan(self, budgets: Mapping[int, Budget]) -> dict[int, Budget]:
+        """Budgets cut to what is worth drafting, depth 0 meaning nothing; at most what was asked for."""
+        sampled = {row: budget.noise is not None or budget.drawn for row, budget in budgets.items()}
+        key = any(sampled.values()), self.table.batch(len(budgets))
+        profile = self._profiles.setdefault(key, _Profile())
+        deepest = max((budget.depth for budget in budgets.values() if budget.nodes > 1), default=0)
+        depth, exploring = self._depth(profile, len(budgets), min(deepest, self.depth))
+        self._round = _Round(profile, depth, exploring, sampled, self.table.draft(depth, len(budgets)))
+        return {row: self._cut(budget, profile, depth) for row, budget in budgets.items()}
+
+    def _depth(self, profile: _Profile, rows: int, deepest: int) -> tuple[int, bool]:
+        """The depth to draft to, and whether that is against the odds."""
+        if not deepest:
+            return 0, False
+        plain = self.table.verify(1, rows)
+        if deepest not in profile.worth:  # nothing is known yet: a drafter is believed first, on credit
+            return (deepest, False) if self._affordable(deepest, rows, False) else (0, False)
+        rates = {
+            depth: rows * profile.worth[depth].tokens
+            / (self.table.draft(depth, rows) + profile.worth[depth].steps * plain)
+            for depth in range(1, deepest + 1)
+        }  # fmt: skip
+        best = max(rates, key=rates.get)
+        exploring = rates[best] <= rows / plain
+        if not exploring and profile.since_plain >= profile.plain_after:
+            profile.plain_after = min(2 * profile.plain_after, PLAIN_AGAIN)
+            return 0, False
+        profile.best = best
+        if exploring or profile.since_full >= REFRESH:
+            best = deepest
+        return (best, exploring) if self._affordable(best, rows, exploring) else (0, False)
+
+    def _affordable(self, depth: int, rows: int, exploring: bool) -> bool:
+        """Whether a round that accepts nothing would stay within its account; drafts that cost next to nothing do."""
+        if self.table.draft(depth, rows) <= SHARE * self.table.verify(1, rows):
+            return True
+        return self._risk(depth, depth + 1, rows) <= self._allowance(rows, exploring)  # room for one path
+
+    def _risk(self, depth: int, nodes: int, rows: int) -> float:
+        return self.table.draft(depth, rows) + self.table.verify(nodes, rows) - self.table.verify(1, rows)
+
+    def _allowance(self, rows: int, exploring: bool) -> float:
+        if exploring:
+            return SHARE * self.seconds - self.explored
+        return CREDIT * self.table.verify(1, rows) + SHARE * self.seconds - self.lost
+
+    def _cut(self, budget: Budget, profile: _Profile, depth: int) -> Budget:
+        depth = min(budget.depth, depth)
+        if not depth:
+            return replace(budget, nodes=1, depth=0)
+        known = profile.worth.get(depth)
+        if not budget.drawn or known is None or profile.since_full >= REFRESH:
+            return replace(budget, depth=depth)
+        # A drawn tree must be verified whole, so its size is settled before it is drawn.
+        width = self.table.width(min(max(2, round(known.width)), budget.nodes))
+        return replace(budget, nodes=min(budget.nodes, width), depth=depth)
+
+    # ---- after the draft
+
+    def trim(self, trees: Mapping[int, DraftTree]) -> dict[int, DraftTree]:
+        """The best nodes of each tree, as many per row as pay best for the whole batch; sets `expected`.
+
+        A tree that was drawn (draft_probs) stays as it is: leaving out draws by their probability would change the
+        distribution of the text.
+        """
+        if not self._round.depth:
+            self.expected = dict.fromkeys(trees, 1.0)
+            return dict(trees)
+        paths = {
+            row: self.calibration.path_probabilities(tree, self._round.sampled[row]) for row, tree in trees.items()
+        }
+        self._learn(trees, paths)
+        width = self._width(trees, paths)
+        kept, self.expected = {}, {}
+        for row, tree in trees.items():
+            whole = len(tree) <= width  # a drawn one always is
+            nodes = range(len(tree)) if whole else sorted(np.argsort(-np.array(paths[row]), kind="stable")[:width])
+            kept[row] = tree if whole else _part(tree, [int(node) for node in nodes])
+            self.expected[row] = sum(paths[row][node] for node in nodes)
+        return kept
+
+    def _width(self, trees: Mapping[int, DraftTree], paths: Mapping[int, list[float]]) -> int:
+        """Nodes per row, the root included: of the widths that are run the one with most tokens per second."""
+        rows, current = len(trees), self._round
+        fixed = [row for row, tree in trees.items() if tree.draft_probs is not None]
+        drawn = sum(sum(paths[row]) for row in fixed)
+        least = self.table.width(max((len(trees[row]) for row in fixed), default=1))
+        forwards = self.table.forwards(max(map(len, trees.values())), rows)
+        widths = self.table.widths[: len(forwards)]
+        gains = _gains(_padded([paths[row] for row in trees if row not in fixed])[None], widths)[0] + drawn
+        rates = gains / (current.draft + forwards)
+        risk = current.draft + forwards - forwards[0]
+
+        enough = widths >= least
+
+        def best(allowed: np.ndarray, exploring: bool) -> int:
+            within = allowed & (risk <= self._allowance(rows, exploring))
+            return int(np.argmax(np.where(within, rates, 0.0) if within.any() else enough))
+
+        chosen = best(enough, False)
+        believed = widths[chosen] > 1 and rates[chosen] > rows / forwards[0]
+        if current.exploring and not believed:
+            # It is tried all the same, for nothing is learned from a draft that is not verified.
+            chosen = best(enough & (widths > 1), True)
+        self._round = replace(current, exploring=current.exploring and not believed)
+        return int(widths[chosen])
+
+    def _learn(self, trees: Mapping[int, DraftTree], paths: Mapping[int, list[float]]) -> None:
+        """What each depth up to the drafted one would have been worth, had it been drafted alone."""
+        rows, worth, deepest = len(trees), self._round.profile.worth, self._round.depth
+        full, depths = _padded([paths[row] for row in trees]), _padded([trees[row].depths for row in trees])
+        forwards = self.table.forwards(full.shape[1], rows)
+        widths = self.table.widths[: len(forwards)]
+        shallow = np.where(depths <= np.arange(1, deepest + 1)[:, None, None], full, 0.0)
+        gains = _gains(shallow, widths)
+        best = np.argmax(gains / (self.table.drafts(deepest, rows)[:, None] + forwards), axis=1)  # smallest of equals
+        for depth, at in enumerate(best.tolist(), start=1):
+            found = float(gains[depth - 1, at]) / rows, float(forwards[at] / forwards[0]), float(widths[at])
+            if depth in worth:
+                worth[depth].follow(*found)
+            else:
+                worth[depth] = _Worth(*found)
+
+    # ---- after the target
+
+    def observe(
+        self, trees: Mapping[int, DraftTree], paths: Mapping[int, tuple[int, ...]], draft: float, rest: float
+    ) -> None:
+        """Counts a finished round: trees as verified, accepted paths (root first), seconds of draft and of the rest.
+
+        draft: from before plan() to after trim(). rest: everything else of the round, the device waited for.
+        """
+        rows, current = len(trees), self._round
+        self.seconds += draft + rest
+        widest = max(map(len, trees.values()))
+        self.table.observe_verify(widest, rows, rest)
+        for row, tree in trees.items():
+            self.calibration.update(tree, paths[row], current.sampled[row])
+        current.profile.since_plain = 0 if widest == 1 else current.profile.since_plain + 1
+        if not current.depth:
+            return
+        self.table.observe_draft(current.depth, rows, draft)
+        full = max(current.profile.worth) == current.depth
+        # A draft accepted deeper than is believed to pay calls for another look at once.
+        deeper = any(trees[row].depths[path[-1]] > current.profile.best for row, path in paths.items())
+        current.profile.since_full = (REFRESH if deeper else 0) if full else current.profile.since_full + 1
+        emitted = sum(map(len, paths.values())) / rows
+        loss = (
+            min(draft, CHARGED * current.draft) + self.table.verify(widest, rows) - emitted * self.table.verify(1, rows)
+        )
+        if current.exploring and loss > 0:
+            self.explored += loss
+        else:
+            self.lost = max(0.0, self.lost + loss)
+
+
+def _padded(rows: list) -> np.ndarray:
+    """Rows of numbers as one array [rows, longest], zeros behind the short ones."""
+    found = np.zeros((len(rows), max(map(len, rows), default=1)))
+    for index, row in enumerate(rows):
+        found[index, : len(row)] = row
+    return found
+
+
+def _gains(paths: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Expected tokens of all rows when each keeps its best nodes, by width; the root stands for the bonus token.
+
+    paths: [cases, rows, nodes] path probabilities, the root's first; returns [cases, widths].
+    """
+    by_count = np.cumsum(-np.sort(-paths, axis=2).sum(1), axis=1)
+    return by_count[:, np.minimum(widths, paths.shape[2]) - 1]
+
+
+def _part(tree: DraftTree, nodes: list[int]) -> DraftTree:
+    """The tree of these nodes, ascending and closed under parents."""
+    number = {node: index for index, node in enumerate(nodes)}
+    return DraftTree(
+        tuple(tree.tokens[node] for node in nodes),
+        (-1, *(number[tree.parents[node]] for node in nodes[1:])),
+        tuple(tree.depths[node] for node in nodes),
+        tuple(tree.scores[node] for node in nodes) if tree.scores else (),
+        tuple(tree.sources[node] for node in nodes) if tree.sources else (),
+    )
