@@ -260,3 +260,9 @@ def _fsync_path(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def joined_folders(given: str) -> list[Path]:
+    """The folders a setting names: one, or several joined by +; a folder that exists may have + in its name."""
+    whole = Path(given).expanduser()
+    return [whole] if whole.exists() else [Path(part).expanduser() for part in given.split("+")]

@@ -145,7 +145,7 @@ class DataConfig(Section):
     """Common base of the prompt sources: what the target is asked, and how its own answers are sampled."""
 
     source: str = MISSING
-    responses: str | None = None  # a folder made by distill.py: use it, collect nothing
+    responses: str | None = None  # folders made by distill.py, joined by +: use them, collect nothing
     num_prompts: int | None = option(None, low=1)  # null: every prompt of the source
     max_prompt_tokens: int = option(512, low=1)  # longer prompts are left out and counted
     max_new_tokens: int = option(256, low=1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from drafters.artifacts import joined_folders
 from drafters.config import (
     FAMILIES,
     RUNS,
@@ -235,11 +236,12 @@ def _check_data(run: TrainRun | DistillRun) -> None:
                 f"data.responses={data.responses}: distill.py makes this folder, train.py reads it. "
                 f"Set output_dir={data.responses} to say where it goes."
             )
-        if not Path(data.responses).expanduser().exists():
-            raise ConfigError(
-                f"data.responses={data.responses}: there is no such folder (looked in {Path.cwd()}). "
-                f"Make it with distill.py output_dir={data.responses}, or set data.responses=null to collect now."
-            )
+        for folder in joined_folders(data.responses):
+            if not folder.exists():
+                raise ConfigError(
+                    f"data.responses={data.responses}: there is no folder {folder} (looked in {Path.cwd()}). Make it "
+                    f"with distill.py output_dir={folder}, or set data.responses=null to collect now."
+                )
 
 
 def _check_train(run: TrainRun) -> None:

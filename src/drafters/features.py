@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -83,18 +84,17 @@ class CachedFeatures(_Teaching):
         dtype: torch.dtype,
         folder: Path,
         rank: int = 0,
-        collected: Path | None = None,
+        collected: Sequence[Path] = (),
     ) -> None:
-        """Open or make the store under `folder`; collected: the folder of a store to read beside it, if it exists."""
+        """Open or make the store under `folder`; collected: folders of stores to read beside it, where they exist."""
         super().__init__(target, taps, t2d, dtype)
         self.store = FeatureStore(target, taps, folder, rank)
-        known = collected is not None and collected.is_dir()
-        self.collected = FeatureStore(target, taps, collected, rank) if known else None
+        self.collected = [FeatureStore(target, taps, other, rank) for other in collected if other.is_dir()]
 
     def reserve(self, tokens: int) -> None:
         """Say how large the store may become; raises ArtifactError when the disk cannot hold `tokens` tokens."""
         needed, free = tokens * self.store.bytes_per_token, self.store.free()
-        present = self.store.size() + (self.collected.size() if self.collected else 0)
+        present = sum(store.size() for store in (self.store, *self.collected))
         log.info(
             "feature store %s: %.2f GB present, up to %.2f GB in all", self.store.folder, present / 1e9, needed / 1e9
         )
@@ -121,9 +121,10 @@ class CachedFeatures(_Teaching):
 
     def _document(self, ids: Tensor, answers: Tensor) -> dict[str, Tensor]:
         key = document_key(ids, answers)
-        found = self.store.get(key) or (self.collected.get(key) if self.collected else None)
-        if found is not None:
-            return found
+        for store in (self.store, *self.collected):
+            found = store.get(key)
+            if found is not None:
+                return found
         device = self.target.device
         mask = torch.ones(len(ids), len(ids), dtype=torch.bool, device=device).tril()[None, None]
         positions = torch.arange(len(ids), device=device)[None]

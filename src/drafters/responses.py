@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -244,6 +245,26 @@ def read_responses(path: Path) -> ResponseSet:
             f"{folder}: {len(records)} records, {MANIFEST_NAME} says {stated}. Copy the folder again."
         )
     return ResponseSet(folder, records, manifest.meta)
+
+
+def join(sets: Sequence[ResponseSet]) -> ResponseSet:
+    """Several sets as one, in order: the first's facts, counts added up; raises DataError for an id in two of them."""
+    if len(sets) == 1:
+        return sets[0]
+    owner: dict[str, Path] = {}
+    for found in sets:
+        for record in found.records:
+            if record.id in owner:
+                raise DataError(
+                    f"record {record.id!r} is in both {owner[record.id]} and {found.folder}. Leave one of the folders "
+                    "out of data.responses, or collect from prompts with other ids."
+                )
+            owner[record.id] = found.folder
+    counts: Counter[str] = Counter()
+    for found in sets:
+        counts.update(found.meta["counts"])
+    records = [record for found in sets for record in found.records]
+    return ResponseSet(sets[0].folder, records, sets[0].meta | {"counts": dict(counts)})
 
 
 def pack_responses(folder: Path, dest: Path) -> Path:

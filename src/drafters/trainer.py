@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from drafters import checkpoint, engine
+from drafters.artifacts import joined_folders
 from drafters.batches import Batch, Batches, collate, pack
 from drafters.config import TrainRun
 from drafters.corpus import ResponseRecord
@@ -95,9 +96,11 @@ class Trainer:
         dtype = DTYPES[self.cfg.trainer.dtype]
         if self.cfg.trainer.features == "online":
             return OnlineFeatures(self.target, self.taps, self.drafter.t2d, dtype)
-        responses = Path(self.cfg.data.responses or out_dir / "responses").expanduser()
-        folders = {"folder": out_dir / FOLDER, "collected": responses / FOLDER}
-        store = CachedFeatures(self.target, self.taps, self.drafter.t2d, dtype, rank=self.rank, **folders)
+        given = self.cfg.data.responses
+        collected = [folder / FOLDER for folder in joined_folders(given)] if given else [out_dir / "responses" / FOLDER]
+        store = CachedFeatures(
+            self.target, self.taps, self.drafter.t2d, dtype, out_dir / FOLDER, self.rank, collected
+        )
         length = self.cfg.trainer.row_length
         store.reserve(sum(min(length, len(r.prompt_ids) + len(r.response_ids)) for r in records))
         return store

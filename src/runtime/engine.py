@@ -256,12 +256,12 @@ class Engine:
         depth = min(self.config.depth, request.remaining - 1)
         nodes = self.config.nodes if depth else 1
         params, root = request.params, request.length - 1
-        if request.noise is None:
+        if request.noise is None or params.verification == "typical":  # that rule draws with chances of its own
             return Budget(nodes, depth)
         if params.verification == "coupled":
             return Budget(nodes, depth, DraftNoise(request.noise, root, params.temperature))
         noise = drawing_noise(params.seed, request.noise.size, root, params.temperature, request.noise.device)
-        return Budget(nodes, depth, noise, drawn=params.verification == "rejection")
+        return Budget(nodes, depth, noise, drawn=True)
 
     def _verify(
         self, rows: list[int], trees: dict[int, DraftTree]

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from drafters import chat as chat_templates
 from drafters import checkpoint
-from drafters.artifacts import MANIFEST_NAME, read_manifest, verify_folder, write_folder
+from drafters.artifacts import MANIFEST_NAME, joined_folders, read_manifest, verify_folder, write_folder
 from drafters.config import (
     BuiltinData,
     DataConfig,
@@ -41,7 +41,14 @@ from drafters.features import target_choice
 from drafters.generation import Generate
 from drafters.logger import Logger
 from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
-from drafters.responses import RECORDS_NAME, ResponseSet, collect, read_responses, regenerate_slice
+from drafters.responses import (
+    RECORDS_NAME,
+    ResponseSet,
+    collect,
+    join,
+    read_responses,
+    regenerate_slice,
+)
 from drafters.store import FOLDER, FeatureStore, document_key
 from drafters.target import Target, default_taps
 from drafters.threads import set_threads
@@ -183,10 +190,12 @@ def find_responses(run: TrainRun, console: Console) -> ResponseSet:
         while not (folder / MANIFEST_NAME).exists():
             time.sleep(POLL_SECONDS)
         return read_responses(folder)
-    found = read_responses(Path(given).expanduser())
+    sets = [read_responses(folder) for folder in joined_folders(str(given))]
     if int(os.environ.get("RANK", "0")) == 0:
-        check_responses(found, Target.load(run.target))
-    return found
+        target = Target.load(run.target)
+        for found in sets:
+            check_responses(found, target)
+    return join(sets)
 
 
 def check_responses(found: ResponseSet, target: Target) -> tuple[int, int]:

@@ -264,3 +264,10 @@ def test_atomic_text_and_json(tmp_path):
             break
         assert path.read_text() in ("old", "new")
     assert step > 2 and path.read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_folders_joined_by_plus(tmp_path):
+    odd = tmp_path / "a+b"
+    odd.mkdir()
+    assert joined_folders(str(odd)) == [odd]
+    assert joined_folders(f"{tmp_path}/x+{tmp_path}/y") == [tmp_path / "x", tmp_path / "y"]

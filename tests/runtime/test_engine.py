@@ -10,6 +10,7 @@ from runtime.metrics import Stats
 from runtime.proposers.ngram import NgramProposer
 from runtime.proposers.none import NoneProposer
 from runtime.request import Request
+from runtime.sampling import keyed_gumbel
 from tests.runtime.conftest import PROMPTS, RandomTrees, Scripted
 
 
@@ -243,3 +244,30 @@ def test_partial_characters_and_partial_stops_are_held_back(tiny_target):
         assert "\ufffd" not in shown
         assert not shown.endswith("E")
     assert shown == "caf\u00e9 EN no "
+
+
+@pytest.mark.parametrize(
+    ("settings", "noise", "drawn"),
+    [
+        ({}, None, False),
+        ({"temperature": 0.7}, "own", False),
+        ({"temperature": 0.7, "verification": "rejection"}, "other", True),
+        ({"temperature": 0.7, "verification": "typical"}, None, False),
+        ({"verification": "rejection"}, None, False),
+    ],
+)
+def test_a_proposer_is_told_the_targets_noise_only_where_the_rule_lets_it(make_engine, settings, noise, drawn):
+    """Under rejection a draft that saw the target's chances would bias the text."""
+    engine = make_engine(NoneProposer())
+    seen = []
+    plain = engine.proposer.propose
+    engine.proposer.propose = lambda budgets: seen.extend(budgets.values()) or plain(budgets)
+    engine.generate([PROMPTS[0]], SamplingParams(6, seed=3, **settings))
+    length = len(engine.encode(PROMPTS[0]))
+    for round, budget in enumerate(seen):
+        assert budget.drawn == drawn
+        if noise is None:
+            assert budget.noise is None
+            continue
+        target_noise = keyed_gumbel(3, length + round + 1, 512)  # of the token after the root
+        assert torch.equal(budget.noise.at(1), target_noise) == (noise == "own")

@@ -10,6 +10,8 @@ from runtime.calibration import Calibration
 from runtime.engine import Engine
 from runtime.proposers.base import Budget, Proposer
 from runtime.proposers.merge import MergeProposer
+from runtime.proposers.recycle import RecycleProposer
+from runtime.proposers.suffix import SuffixProposer
 from runtime.tree import DraftTree
 from tests.runtime.conftest import PROMPTS
 
@@ -164,13 +166,13 @@ def test_merging_an_adversary_costs_a_learned_merge_next_to_nothing():
     assert nodes(merged(calibration, liar, right, budget=Budget(4, 9))) == nodes(right)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_text_with_eagle_and_lookup_is_plain_decodings(tiny_target, eagle, random_drafter, batch_size):
-    from runtime.proposers.random import RandomProposer
-    from runtime.proposers.suffix import SuffixProposer
-
-    plain = Engine.load(tiny_target, "none").generate(PROMPTS[:4], SamplingParams(16))
-    lookup = MergeProposer([SuffixProposer(), RandomProposer(tiny_target.vocab_size)], Calibration())
-    engine = Engine.load(tiny_target, lookup, batch_size=batch_size, num_draft_tokens=6)
-    answers = engine.generate(PROMPTS[:4], SamplingParams(16))
+def test_text_with_eagle_and_lookup_is_plain_decodings(tiny_target, eagle, batch_size, temperature):
+    params = [SamplingParams(12, temperature, seed) for seed in range(4)]
+    plain = Engine.load(tiny_target, "none").generate(PROMPTS[:4], params)
+    members = [eagle, SuffixProposer(), RecycleProposer(tiny_target.vocab_size)]
+    engine = Engine.load(tiny_target, MergeProposer(members, Calibration()), batch_size=batch_size, num_draft_tokens=6)
+    answers = engine.generate(PROMPTS[:4], params)
     assert [a.token_ids for a in answers] == [p.token_ids for p in plain]
+    assert sum(a.stats.drafted for a in answers) > 0

@@ -29,7 +29,7 @@ def test_training_reads_what_collecting_kept(tiny_target, tmp_path, monkeypatch,
     batch = collate(records, [(i,) for i in range(len(records))], 400)
     layout = make_layout(batch, 2)
     computed = CachedFeatures(tiny_target, taps, t2d, torch.float32, tmp_path / "fresh")(batch, layout)
-    collected = {"folder": tmp_path / "run", "collected": tmp_path / FOLDER}
+    collected = {"folder": tmp_path / "run", "collected": [tmp_path / FOLDER]}
     monkeypatch.setattr(type(tiny_target), "hidden", None)  # any use of the target would raise
     read = CachedFeatures(tiny_target, taps, t2d, torch.float32, **collected)(batch, layout)
     torch.testing.assert_close(read.taps.float(), computed.taps.float(), rtol=1e-2, atol=1e-3)
