@@ -89,10 +89,11 @@ class IdentityCheck:
         """What sampling.choose takes the largest of, after the prompt and the answer so far: [V], from one forward."""
         ids = [*prompt_ids, *answer]
         runner = TargetRunner(self.target, 1, len(ids), ())
-        logits = runner.logits(runner.prefill(0, ids)[0][0, -1])
+        logits = runner.logits(runner.prefill(0, ids)[0][0, -1:])  # packed layers take rows, not a vector
         processors = Processors.build(params, len(prompt_ids), self.target.eos_ids, logits.device)
         if processors is not None:
-            logits = processors.apply(logits[None], DraftTree.root(ids[-1]), ids)[0]
+            logits = processors.apply(logits, DraftTree.root(ids[-1]), ids)
+        logits = logits[0]
         if params.temperature == 0.0:
             return logits
         noise = keyed_gumbel(params.seed, len(ids), logits.shape[-1]).to(logits.device)

@@ -185,8 +185,8 @@ def test_probes_run_every_cell_and_leave_no_row_behind(tiny_target, name, reques
     from runtime.proposers.ngram import NgramProposer
 
     proposer = request.getfixturevalue("eagle") if name == "eagle" else NgramProposer()
-    runner = TargetRunner(tiny_target, 2, 64, proposer.taps)
-    proposer.reserve(2, 64)
+    runner = TargetRunner(tiny_target, 2, 20, proposer.taps)  # room for one tree of 16, no more
+    proposer.reserve(2, 20)
     monkeypatch.setattr(cost_table, "MEASURE_SECONDS", 60.0)
     with probes(runner, proposer, 2, 16) as (verify, draft):
         found = measure(verify, draft, (2, 16, 5))
@@ -194,7 +194,7 @@ def test_probes_run_every_cell_and_leave_no_row_behind(tiny_target, name, reques
     assert found.draft.keys() == {(1, 1), (1, 5), (2, 1), (2, 5)}
     assert all(seconds > 0 for seconds in (*found.verify.values(), *found.draft.values()))
     assert [runner.cache.length(row) for row in range(2)] == [0, 0]
-    assert runner.cache.take(0, 64) == list(range(64))
+    assert runner.cache.take(0, 20) == list(range(20))
     proposer.start(0, [1, 2], 3, None if not proposer.taps else tiny_target.embed_weight[:2, :1].repeat(1, 192))
     proposer.release(0)
 

@@ -42,9 +42,9 @@ def sample(**changes) -> dict:
         "speedup": 1.5, "speedup_vs_transformers": 3.0, "identical": 3, "prompts": 3, "near_ties": 0, "target": "tiny",
         "drafter": "outputs/x/export", "dtype": "float32", "temperature": 0.0, "verification": "coupled",
         "lossy": False, "time_share": {"draft": 0.2, "verify": 0.6, "sample": 0.15, "rest": 0.05},
-        "command": "python serve.py", "latency_ms": {"p50": 40.0, "p95": 90.0, "p99": 101.5}, "chosen_n": {"0": 7, "4": 14, "12": 14},
+        "latency_ms": {"p50": 40.0, "p95": 90.0, "p99": 101.5}, "chosen_n": {"0": 7, "4": 14, "12": 14},
         "by_proposer": {"eagle3": {"drafted": 100, "accepted": 20}, "suffix": {"drafted": 40, "accepted": 5}},
-        "predicted": {"expected": 57.4, "got": 60},
+        "predicted": {"expected": 57.4, "got": 60}, "command": "python serve.py",
         "versions": {}, "machine": {"cpu": "a CPU", "threads": 1, "device": "cpu"}, "per_prompt": rows,
     }  # fmt: skip
     return report | changes
