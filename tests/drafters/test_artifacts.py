@@ -269,5 +269,5 @@ def test_atomic_text_and_json(tmp_path):
 def test_folders_joined_by_plus(tmp_path):
     odd = tmp_path / "a+b"
     odd.mkdir()
-    assert joined_folders(str(odd)) == [odd]
-    assert joined_folders(f"{tmp_path}/x+{tmp_path}/y") == [tmp_path / "x", tmp_path / "y"]
+    assert artifacts.joined_folders(str(odd)) == [odd]
+    assert artifacts.joined_folders(f"{tmp_path}/x+{tmp_path}/y") == [tmp_path / "x", tmp_path / "y"]

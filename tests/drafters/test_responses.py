@@ -26,6 +26,7 @@ from drafters.responses import (
     SETTINGS_NAME,
     collect,
     pack_responses,
+    join,
     read_responses,
     regenerate_slice,
 )
@@ -332,3 +333,18 @@ def test_one_other_token_is_seen(finished: Path, caplog, change: str) -> None:
 def test_answers_that_do_not_come_are_not_equal(finished: Path) -> None:
     records = read_responses(finished).records
     assert regenerate_slice(records, lambda rows: iter(list(Generator()(rows))[:2]), 4) == (2, 4)
+
+
+def test_sets_join_in_order_and_a_record_in_two_of_them_is_refused(finished: Path, tmp_path: Path) -> None:
+    one = read_responses(finished)
+    other = replace(
+        one,
+        folder=tmp_path / "other",
+        records=[replace(record, id=f"other-{record.id}") for record in one.records],
+    )
+    both = join([one, other])
+    assert [record.id for record in both.records] == [r.id for r in one.records] + [r.id for r in other.records]
+    assert both.meta["counts"]["records"] == 2 * len(one.records)
+    assert both.meta["settings"] == one.meta["settings"]
+    with pytest.raises(DataError, match=f"{one.records[0].id}.*is in both.*Leave one of the folders out"):
+        join([one, one])

@@ -18,7 +18,7 @@ def test_packed_linear_equals_the_plain_one(bias):
 
 
 def test_each_rows_product_ignores_the_other_rows():
-    """What makes a verified token equal a plainly decoded one, to the last bits: bit for bit where oneDNN multiplies."""
+    """What makes a verified token equal a plainly decoded one: bit for bit where oneDNN multiplies."""
     packed = PackedLinear(nn.Linear(64, 96, bias=False))
     assert not packed.half
     x = torch.randn(16, 64)

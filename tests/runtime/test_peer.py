@@ -36,9 +36,9 @@ def test_transformers_gives_plain_decodings_ids(tiny_target, plain_answers):
 def test_processors_make_the_text_transformers_makes_with_them(tiny_target, plain_answers, drafter):
     """Every setting that moves a greedy choice, on trees of random drafts too."""
     first = plain_answers[0]
-    settings = SamplingParams(
-        NEW, repetition_penalty=1.7, logit_bias={first.token_ids[2]: -3.0}, bad_words=((first.token_ids[0],),), min_tokens=3
-    )  # fmt: skip
+    banned = ((first.token_ids[0],),)
+    bias = {first.token_ids[2]: -3.0}
+    settings = SamplingParams(NEW, repetition_penalty=1.7, logit_bias=bias, bad_words=banned, min_tokens=3)
     engine = Engine.load(tiny_target, drafter, num_draft_tokens=8)
     answers = engine.generate([a.prompt_ids for a in plain_answers], settings)
     assert answers[0].token_ids != first.token_ids
