@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from drafters.config import RUNS
+from drafters.config import RUNS, SamplingConfig
 from drafters.config_check import leaves
 from tests.helpers import CONF, settings
 
@@ -35,7 +35,7 @@ SETTINGS = {
     "distill": """
         data: source responses num_prompts max_prompt_tokens max_new_tokens temperature seed batch_size
         data: eval_prompts user_temperature path dataset split config revision columns
-        .: output_dir inspect
+        .: output_dir features inspect
     """,
     "serve": """
         drafter: path
@@ -109,4 +109,11 @@ def test_the_library_keeps_its_names():
     assert list(inspect.signature(Engine.generate).parameters) == ["self", "prompts", "params"]
     assert {"token_ids", "text", "finish_reason", "stats"} <= {field.name for field in dataclasses.fields(Result)}
     sampling = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-    assert sampling == {"max_new_tokens": 128, "temperature": 0.0, "seed": 0, "stop": (), "ignore_eos": False}
+    assert sampling == {
+        "max_new_tokens": 128, "temperature": 0.0, "seed": 0, "stop": (), "ignore_eos": False, "top_k": 0, "top_p": 1.0,
+        "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": (),
+        "min_tokens": 0, "bad_words": (), "verification": "coupled",
+    }  # fmt: skip
+    # sampling.* of serve.py are fields of the same name and default.
+    served = {field.name: field.default for field in dataclasses.fields(SamplingConfig)}
+    assert served.items() <= sampling.items()

@@ -247,6 +247,7 @@ class RuntimeConfig(Section):
     top_k: int = option(4, low=1)
     batch_size: int = option(1, low=1)
     max_length: int | None = option(None, low=2)  # cache slots per row; null: as long as the prompts need
+    debug: bool = False  # after every round compute everything that is kept again from the text, and compare: slow
 
 
 LOSSY_RULES = ("typical",)  # of `verification`: the text is not the target's; labelled so wherever it shows

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from drafters.models.layers import DraftHead
+
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
+PLAIN_LINEARS = (nn.Linear, DraftHead)
 HALF_CHANGE = 2.0**-25  # most that fp16's smallest numbers round a bf16 weight: below fp32's own error in a product
 
 
@@ -26,8 +29,8 @@ class PackedLinear(nn.Module):
         self.compute = torch.bfloat16 if native else torch.float32
         weight = weight.to(self.compute)
         bias = None if linear.bias is None else linear.bias.detach().to(self.compute)
-        self.half = not native and fits_half(weight)
-        if self.half:
+        self.as_half = not native and fits_half(weight)
+        if self.as_half:
             self.packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
         else:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -36,12 +39,12 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The plain weight [out, in], unpacked on demand."""
-        plain = torch.ops.quantized.linear_unpack_fp16(self.packed)[0] if self.half else self.packed.to_dense()
+        plain = torch.ops.quantized.linear_unpack_fp16(self.packed)[0] if self.as_half else self.packed.to_dense()
         return plain.to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.compute)
-        if self.half:
+        if self.as_half:
             out = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
         else:
             out = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -93,10 +96,10 @@ def _fast_norm(module: nn.Module) -> FastRMSNorm | None:
 def pack_linears(module: nn.Module) -> nn.Module:
     """Replaces each nn.Linear of a CPU module by a PackedLinear, in place.
 
-    Other devices are left alone, and so is what a quantiser made: a subclass of nn.Linear or of Tensor.
+    Other devices are left alone, and so is what a quantiser made: another class of linear layer or of Tensor.
     """
     for name, child in list(module.named_modules()):
-        if type(child) is not nn.Linear or type(child.weight.data) is not torch.Tensor:
+        if type(child) not in PLAIN_LINEARS or type(child.weight.data) is not torch.Tensor:
             continue
         if child.weight.device.type == "cpu" and child.weight.dtype in PACKED_DTYPES:
             module.set_submodule(name, PackedLinear(child))

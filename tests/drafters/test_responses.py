@@ -25,8 +25,8 @@ from drafters.responses import (
     RECORDS_NAME,
     SETTINGS_NAME,
     collect,
-    pack_responses,
     join,
+    pack_responses,
     read_responses,
     regenerate_slice,
 )

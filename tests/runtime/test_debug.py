@@ -10,11 +10,14 @@ from drafters.config import TargetConfig
 from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
 from drafters.target import Target
 from runtime import attention, forward
+from runtime.calibration import Calibration
 from runtime.debug import Audit, DebugError, _difference
 from runtime.engine import Engine, EngineConfig
 from runtime.kv_cache import SlotCache
 from runtime.proposers.eagle import EagleProposer
+from runtime.proposers.merge import MergeProposer
 from runtime.proposers.none import NoneProposer
+from runtime.proposers.small import SmallProposer
 from runtime.sampling import SamplingParams
 from tests.runtime.conftest import Scripted
 
@@ -88,28 +91,23 @@ def engine(target, plain):
     kept[:300] = True
     drafter.bind_vocab(torch.zeros(300, dtype=torch.long), kept)
     drafter.bind_embedding(target.embed_weight)
-    return Engine(target, ScriptedEagle(script, drafter, (2, 3, 5)), EngineConfig(batch_size=3))
+    return Engine(target, ScriptedEagle(script, drafter, (2, 3, 5)), EngineConfig(batch_size=3, debug=True))
 
 
-def watch(engine: Engine) -> list[int]:
-    """Checks after every round; returns a list that grows by the number of running rows checked."""
-    engine._reserve(400)
-    engine._runner.debug = True
-    audit, step, checked = Audit(engine._runner, engine.proposer), engine.step, []
+@pytest.fixture
+def checked(monkeypatch) -> list[int]:
+    """How many running rows each check looked at."""
+    real, counts = Audit.check, []
 
-    def watched():
-        finished = step()
-        rows = {row: [*r.prompt_ids, *r.token_ids] for row, r in enumerate(engine._rows) if r is not None}
-        audit.check(rows)
-        checked.append(len(rows))
-        return finished
+    def check(self, rows):
+        real(self, rows)
+        counts.append(len(rows))
 
-    engine.step = watched
-    return checked
+    monkeypatch.setattr(Audit, "check", check)
+    return counts
 
 
-def test_fifty_rounds_of_every_accept_count_past_the_window(engine, plain):
-    checked = watch(engine)
+def test_fifty_rounds_of_every_accept_count_past_the_window(engine, plain, checked):
     results = engine.generate(PROMPTS, SamplingParams(max_new_tokens=90))
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
     assert len(checked) >= 50
@@ -122,9 +120,8 @@ def test_fifty_rounds_of_every_accept_count_past_the_window(engine, plain):
     assert min(len(r.prompt_ids) + 90 for r in results) > 6 * WINDOW
 
 
-def test_sampled_rounds_pass_too(engine):
+def test_sampled_rounds_pass_too(engine, checked):
     engine.proposer.script.answers = {tuple(prompt): [5] * 99 for prompt in PROMPTS}
-    checked = watch(engine)
     engine.generate(PROMPTS[:3], SamplingParams(max_new_tokens=20, temperature=1.0, seed=1))
     assert sum(checked) > 30
 
@@ -164,7 +161,6 @@ def test_an_abort_at_each_point_leaves_nothing_behind(engine, plain, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, SamplingParams(max_new_tokens=90))
     Audit(engine._runner, engine.proposer).check({})
-    watch(engine)
     results = engine.generate(PROMPTS[:3], SamplingParams(max_new_tokens=8))
     assert [r.token_ids for r in results] == [r.token_ids[:8] for r in plain[:3]]
 
@@ -254,11 +250,43 @@ def one_layer_not_written(patch, engine):
     ],
 )
 def test_a_planted_bug_is_found_and_named(engine, monkeypatch, plant, says):
-    watch(engine)
+    engine._reserve(400)
     with monkeypatch.context() as patch:
         plant(patch, engine)
         with pytest.raises(DebugError, match=says):
             engine.generate(PROMPTS, SamplingParams(max_new_tokens=90))
+
+
+@pytest.mark.parametrize("plant", [None, "small: keys of layer 2", "small: tokens not yet run", "eagle3: draft keys"])
+def test_members_of_a_merged_tree_are_checked_too(engine, target, plain, monkeypatch, checked, plant):
+    small, eagle = SmallProposer(target, 512, top_k=2), EagleProposer(engine.proposer.drafter, (2, 3, 5), 4, 5)
+    merged = Engine(target, MergeProposer([small, eagle], Calibration()), EngineConfig(batch_size=3, debug=True))
+    merged._reserve(400)
+
+    def after(owner, name, spoil):
+        real = getattr(owner, name)
+
+        def spoiled(*args):
+            out = real(*args)
+            spoil()
+            return out
+
+        monkeypatch.setattr(owner, name, spoiled)
+
+    if plant == "small: keys of layer 2":
+        layer = small._runner.cache.layers[2]
+        after(small, "propose", lambda: setattr(layer, "keys", layer.keys * 1.01))
+    if plant == "small: tokens not yet run":
+        after(small, "commit", lambda: [row.pending.reverse() for row in small._rows.values()])
+    if plant == "eagle3: draft keys":
+        after(eagle, "propose", lambda: setattr(eagle, "keys", eagle.keys * 1.01))
+    if plant is None:
+        results = merged.generate(PROMPTS[:4], SamplingParams(max_new_tokens=20))
+        assert [r.token_ids for r in results] == [r.token_ids[:20] for r in plain[:4]]
+        assert len(checked) > 6
+    else:
+        with pytest.raises(DebugError, match=rf"row \d, {plant}: kept .*, from scratch"):
+            merged.generate(PROMPTS[:4], SamplingParams(max_new_tokens=20))
 
 
 def test_numbers_that_are_not_finite_or_of_another_shape_differ():

@@ -201,10 +201,13 @@ def test_sizes_chosen_by_cost_show_what_was_expected(tiny_target, plain_answers,
     assert report["predicted"]["expected"] >= report["rounds"]
 
 
-def test_acceptance_while_training_does_not_depend_on_costs(own_target, oracle):
-    auto = RuntimeConfig(num_draft_tokens="auto")
+def test_acceptance_while_training_does_not_depend_on_costs(own_target, oracle, monkeypatch):
+    auto, real = RuntimeConfig(num_draft_tokens="auto"), Engine.load
+    loads = []
+    monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: loads.append(kwargs) or real(*args, **kwargs))
     got = quick_acceptance(oracle(known=1), own_target, PROMPTS[:2], auto, NEW)
     assert got == quick_acceptance(oracle(known=1), own_target, PROMPTS[:2], RUNTIME, NEW)
+    assert [kwargs["num_draft_tokens"] for kwargs in loads] == [16, 16]
 
 
 # ---- speed ------------------------------------------------------------------------------------------------------

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ def test_packed_linear_equals_the_plain_one(bias):
 def test_each_rows_product_ignores_the_other_rows():
     """What makes a verified token equal a plainly decoded one: bit for bit where oneDNN multiplies."""
     packed = PackedLinear(nn.Linear(64, 96, bias=False))
-    assert not packed.half
+    assert not packed.as_half
     x = torch.randn(16, 64)
     with torch.inference_mode():
         whole = packed(x)
@@ -43,7 +45,7 @@ def test_bfloat16_products_are_rounded_float32_products():
 def test_a_weight_of_a_half_precision_checkpoint_is_stored_as_half_and_multiplied_in_float32(dtype, bias):
     linear = nn.Linear(64, 32, bias=bias).to(torch.bfloat16).to(dtype)
     packed = PackedLinear(linear)
-    assert packed.half
+    assert packed.as_half
     assert (packed.weight.float() - linear.weight.float()).abs().max() <= HALF_CHANGE
     x = torch.randn(7, 64).to(dtype)
     with torch.inference_mode():
@@ -63,6 +65,12 @@ def test_only_the_tiniest_numbers_of_a_half_precision_weight_may_change():
     tiny = torch.tensor([[2.0**-20 * (1 + 2.0**-7)]])
     assert fits_half(tiny)
     assert 0 < (tiny.half().float() - tiny).abs() <= HALF_CHANGE
+
+
+def test_a_drafters_head_is_packed_like_its_other_layers(random_drafter):
+    drafter = prepare(copy.deepcopy(random_drafter))
+    kinds = {type(module) for module in drafter.modules() if hasattr(module, "out_features")}
+    assert kinds == {PackedLinear}
 
 
 def test_pack_linears_replaces_every_linear_once():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from runtime.calibration import Calibration
-from runtime.proposers.base import Budget, Proposer
+from runtime.proposers.base import Budget, Held, Proposer
 from runtime.tree import DraftTree
 
 
@@ -90,6 +90,11 @@ class MergeProposer(Proposer):
     def commit(self, row: int, tokens: list[int], taps: Tensor | None) -> None:
         for member in self.members:
             member.commit(row, tokens, self._own(member, taps))
+
+    def audit(self, row: int, ids: list[int], taps: Tensor | None) -> Iterator[Held]:
+        for member in self.members:
+            for name, held, truth in member.audit(row, ids, self._own(member, taps)):
+                yield f"{member.name}: {name}", held, truth
 
     def release(self, row: int) -> None:
         for member in self.members:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -14,8 +15,9 @@ from drafters.config import TargetConfig
 from drafters.contract import hash_tokenizer
 from drafters.errors import ContractError
 from drafters.target import Target
+from runtime.debug import cache_state, recompute
 from runtime.forward import TargetRunner
-from runtime.proposers.base import Budget, Proposer
+from runtime.proposers.base import Budget, Held, Proposer
 from runtime.proposers.growth import draft_log_probs, rank
 from runtime.tree import DraftTree
 
@@ -99,6 +101,12 @@ class SmallProposer(Proposer):
 
     def commit(self, row: int, tokens: list[int], taps: Tensor | None) -> None:
         self._rows[row].pending += tokens
+
+    def audit(self, row: int, ids: list[int], taps: Tensor | None) -> Iterator[Held]:
+        state = self._rows[row]
+        yield "tokens not yet run", state.pending, ids[state.length :]
+        done = ids[: state.length]
+        yield from cache_state(self._runner, row, done, recompute(self._runner, done))
 
     def release(self, row: int) -> None:
         self._runner.cache.release(row)
