@@ -27,7 +27,7 @@ SETTINGS = {
         trainer: epochs max_steps max_records tokens_per_step row_length features learning_rate betas weight_decay
         trainer: warmup_ratio min_lr_ratio clip_grad dtype eval_every save_every log_every seed num_threads
         deepspeed: zero_stage
-        runtime: num_draft_tokens depth top_k batch_size max_length
+        runtime: num_draft_tokens depth top_k batch_size max_length debug
         eval: prompts num_prompts max_new_tokens compare_transformers check_identity
         logger: wandb project run_name
         .: output_dir resume init_from plan
@@ -39,7 +39,7 @@ SETTINGS = {
     """,
     "serve": """
         drafter: path
-        runtime: num_draft_tokens depth top_k batch_size max_length
+        runtime: num_draft_tokens depth top_k batch_size max_length debug
         eval: prompts num_prompts max_new_tokens compare_transformers check_identity
         sampling: temperature seed top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
         sampling: min_tokens

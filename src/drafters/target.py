@@ -86,7 +86,7 @@ class Target:
             raise TargetError(f"target.path {folder} cannot be loaded: {error}") from error
         model.to(device).eval().requires_grad_(False)
         target = cls(model, tokenizer, cfg, folder, _end_ids(model, tokenizer))
-        target._check_head()
+        target.check_head()
         return target
 
     @property
@@ -176,7 +176,7 @@ class Target:
         path = self.config.path
         return self.config.name if path is None or Path(path).expanduser().is_dir() else path
 
-    def _check_head(self) -> None:
+    def check_head(self) -> None:
         """Some models scale or cap logits after the head; drafters would then learn from other numbers."""
         ids = torch.arange(4, device=self.device)[None]
         with torch.no_grad():

@@ -108,7 +108,7 @@ class _Loop:
         shared = {id(tensor): tensor for tensor in _tensors(model)}
         twin = copy.deepcopy(model, shared).eval()
         target = Target(twin, known or AutoTokenizer.from_pretrained(folder), config, folder)
-        target._check_head()
+        target.check_head()
         return target
 
 
