@@ -19,8 +19,8 @@ from runtime.proposers.base import Budget
 from runtime.sampling import DraftNoise, Noise
 from runtime.tree import DraftTree
 
-FLAT = {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.02, 6: 1.08, 8: 1.13, 12: 1.27, 16: 1.43}  # bf16: reference/cpu_calibration.md
-CLIFF = {1: 1.0, 2: 2.1, 3: 2.2, 4: 2.4, 6: 2.2, 8: 2.1, 12: 2.3, 16: 2.6}  # fp32: reference/runtime.md 4.5
+FLAT = {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.02, 6: 1.08, 8: 1.13, 12: 1.27, 16: 1.43}  # bf16 on a CPU with its instructions
+CLIFF = {1: 1.0, 2: 2.1, 3: 2.2, 4: 2.4, 6: 2.2, 8: 2.1, 12: 2.3, 16: 2.6}  # fp32 matrix kernels that pack on every call
 DEPTH, NODES = 5, 16
 
 
@@ -243,6 +243,17 @@ def test_a_cut_tree_keeps_tokens_scores_and_sources_of_what_it_keeps():
         (9, 1, 2, 3, 4), (-1, 0, 0, 1, 2), (0, 1, 1, 2, 2), (0.0, -3.0, -0.1, -4.0, -0.2), ("", "a", "b", "a", "b")
     )
     assert cost._part(tree, [0, 2, 4]) == DraftTree((9, 2, 4), (-1, 0, 1), (0, 1, 2), (0.0, -0.1, -0.2), ("", "b", "b"))
+
+
+def test_a_draft_already_paid_for_is_worth_verifying_where_a_free_one_is_not():
+    """1.4 tokens in 3.5 plain rounds beat 1 in 3; without the draft's 2, 1.4 in 1.5 would lose to 1 in 1."""
+    costs = {width: 1.0 if width == 1 else 1.5 + 0.1 * (width - 2) for width in widths(NODES)}
+    found = model(costs, step=2.0)
+    assert found.plan({0: Budget(2, 1)})[0].depth == 1
+    assert len(found.trim({0: chain([0.4])})[0]) == 2
+    free = model(costs, step=1e-6)
+    assert free.plan({0: Budget(2, 1)})[0].depth == 1
+    assert len(free.trim({0: chain([0.4])})[0]) == 1
 
 
 def test_equals_keep_their_parents():
