@@ -20,7 +20,7 @@ from runtime.sampling import DraftNoise, Noise
 from runtime.tree import DraftTree
 
 FLAT = {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.02, 6: 1.08, 8: 1.13, 12: 1.27, 16: 1.43}  # bf16 on a CPU with its instructions
-CLIFF = {1: 1.0, 2: 2.1, 3: 2.2, 4: 2.4, 6: 2.2, 8: 2.1, 12: 2.3, 16: 2.6}  # fp32 matrix kernels that pack on every call
+CLIFF = {1: 1.0, 2: 2.1, 3: 2.2, 4: 2.4, 6: 2.2, 8: 2.1, 12: 2.3, 16: 2.6}  # fp32, packed on every call
 DEPTH, NODES = 5, 16
 
 

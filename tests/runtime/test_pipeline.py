@@ -18,6 +18,7 @@ def taken(monkeypatch):
     found = []
     monkeypatch.setattr(pipeline.Target, "load", lambda cfg: None)
     monkeypatch.setattr(pipeline, "read_responses", lambda path: found.append(str(path)) or SimpleNamespace())
+    monkeypatch.setattr(pipeline, "join", lambda sets: sets[0])
     monkeypatch.setattr(pipeline, "check_responses", lambda found, target: (4, 4))
     monkeypatch.setattr(pipeline, "collect_responses", lambda *args: found.append("collected"))
     return found
@@ -26,7 +27,7 @@ def taken(monkeypatch):
 @pytest.mark.parametrize(
     "overrides, expected",
     [
-        ((), "artifacts/smollm2-135m-responses"),
+        ((), "artifacts/smollm2-135m-responses-short artifacts/smollm2-135m-responses"),
         (("data.temperature=0.7",), "collected"),
         (("data.num_prompts=5",), "collected"),
         (("data=magpie",), "collected"),
@@ -38,7 +39,7 @@ def taken(monkeypatch):
 def test_kept_answers_serve_only_where_no_data_setting_asks_for_others(taken, tmp_path, overrides, expected):
     run = settings("train", *overrides, f"output_dir={tmp_path}")
     pipeline.find_responses(run, Console(file=io.StringIO()))
-    assert taken == [expected]
+    assert taken == expected.split()
 
 
 def test_another_models_folder_does_not_take_the_kept_answers(taken, tmp_path):
