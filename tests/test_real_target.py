@@ -79,3 +79,9 @@ def test_the_kept_drafter_refuses_another_target(tiny_target):
 
     with pytest.raises(ContractError, match="target_"):
         Engine.load(tiny_target, KEPT)
+
+
+def test_the_kept_drafter_knows_how_deep_it_was_trained(target):
+    from runtime import Engine
+
+    assert Engine.load(target, str(KEPT)).proposer.trained_depth == 4

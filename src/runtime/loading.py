@@ -70,7 +70,8 @@ def _from_part(part: DrafterPart, target: Target, config: EngineConfig) -> Propo
     if part.kind == "export":
         model, contract = load_eagle3(part.folder, target)
         log.info("drafter: %s (%s)", part.folder, contract.family)
-        return _eagle(model, tuple(contract.tap_indices), target, config)
+        # A step of training-time test sees the steps before it, so one level more than it had steps is still sound.
+        return _eagle(model, tuple(contract.tap_indices), target, config, contract.graph["ttt_steps"] + 1)
     return {
         "none": NoneProposer,
         "ngram": NgramProposer,
@@ -91,13 +92,19 @@ def _small(folder: Path, target: Target, config: EngineConfig) -> SmallProposer:
     return proposer
 
 
-def _eagle(model: Eagle3Drafter, taps: tuple[int, ...], target: Target, config: EngineConfig) -> EagleProposer:
+def _eagle(
+    model: Eagle3Drafter,
+    taps: tuple[int, ...],
+    target: Target,
+    config: EngineConfig,
+    trained_depth: int | None = None,
+) -> EagleProposer:
     model.bind_embedding(target.embed_weight)
     model.to(target.device).eval().requires_grad_(False)
     for parameter in model.parameters():  # not model.to(dtype): rotary frequencies stay fp32
         parameter.data = parameter.data.to(target.dtype)
     prepare(model)
-    return EagleProposer(model, taps, config.top_k, config.depth)
+    return EagleProposer(model, taps, config.top_k, config.depth, trained_depth)
 
 
 def load_engine(target: object, drafter: object = None, **settings: int) -> Engine:

@@ -176,3 +176,11 @@ def test_text_with_eagle_and_lookup_is_plain_decodings(tiny_target, eagle, batch
     answers = engine.generate(PROMPTS[:4], params)
     assert [a.token_ids for a in answers] == [p.token_ids for p in plain]
     assert sum(a.stats.drafted for a in answers) > 0
+
+
+def test_a_member_is_not_asked_deeper_than_it_was_trained_while_others_are():
+    trained, free = Fixed("a", tree("a", (2, 0, 0.5))), Fixed("b", tree("b", (3, 0, 0.5)))
+    trained.trained_depth = 4
+    MergeProposer([trained, free], Calibration()).propose({0: Budget(16, 12), 1: Budget(16, 2)})
+    assert [budget.depth for budget in trained.asked[0].values()] == [4, 2]
+    assert [budget.depth for budget in free.asked[0].values()] == [12, 2]

@@ -38,6 +38,7 @@ class Proposer(ABC):
     name: str
     taps: tuple[int, ...] = ()  # HF hidden_states indices it needs of the target
     wants_logits: bool = False  # observe() is called
+    trained_depth: int | None = None  # drafts deeper than this were never trained: a merged tree leaves them to others
 
     def reserve(self, num_rows: int, num_slots: int) -> None:  # noqa: B027 (most proposers keep no cache)
         """Caches must hold num_rows rows of num_slots tokens from now on; called while no row runs."""

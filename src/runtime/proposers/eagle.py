@@ -35,11 +35,14 @@ class EagleProposer(Proposer):
 
     name = "eagle3"
 
-    def __init__(self, drafter: Eagle3Drafter, taps: tuple[int, ...], top_k: int, depth: int):
+    def __init__(
+        self, drafter: Eagle3Drafter, taps: tuple[int, ...], top_k: int, depth: int, trained_depth: int | None = None
+    ):
         self.drafter = drafter
         self.taps = taps
         self.top_k = min(top_k, drafter.shape.draft_vocab_size)
         self.depth = depth
+        self.trained_depth = trained_depth
         self.scale = drafter.shape.head_dim**-0.5
         self.device = drafter.norm.weight.device
         draft_ids = torch.arange(drafter.shape.draft_vocab_size, device=self.device)

@@ -79,7 +79,7 @@ class MergeProposer(Proposer):
 
     def propose(self, budgets: dict[int, Budget]) -> dict[int, DraftTree]:
         asked = {row: replace(b, noise=None, drawn=False) if b.drawn else b for row, b in budgets.items()}
-        drafts = [member.propose(asked) for member in self.members]
+        drafts = [member.propose(_reachable(asked, member.trained_depth)) for member in self.members]
         return {row: self._merge([trees[row] for trees in drafts], budget) for row, budget in budgets.items()}
 
     def observe(self, row: int, tree: DraftTree, logits: Tensor) -> None:
@@ -130,3 +130,10 @@ class MergeProposer(Proposer):
             tuple(whole.scores[node] for node in kept),
             tuple(whole.sources[node] for node in kept),
         )
+
+
+def _reachable(budgets: dict[int, Budget], trained_depth: int | None) -> dict[int, Budget]:
+    """Budgets no deeper than a member was trained for: what it would draft below costs time and is hardly accepted."""
+    if trained_depth is None:
+        return budgets
+    return {row: replace(budget, depth=min(budget.depth, trained_depth)) for row, budget in budgets.items()}
