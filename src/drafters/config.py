@@ -242,7 +242,7 @@ class RuntimeConfig(Section):
     """Tree drafting."""
 
     # Nodes of one verified tree, its root included; auto: as many each round as measured costs say pay, none included.
-    num_draft_tokens: Any = option(16, low=1, words=("auto",))  # OmegaConf 2.3 cannot merge int | str
+    num_draft_tokens: Any = option("auto", low=1, words=("auto",))  # OmegaConf 2.3 cannot merge int | str
     depth: int = option(5, low=1)
     top_k: int = option(4, low=1)
     batch_size: int = option(1, low=1)

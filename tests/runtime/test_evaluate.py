@@ -31,7 +31,7 @@ from runtime.verify import Verification
 from tests.runtime.oracle import NEW, PROMPTS, Oracle, random_drafter
 
 FAST = EvalConfig(max_new_tokens=NEW, compare_transformers=False)
-RUNTIME = RuntimeConfig()  # depth 5
+RUNTIME = RuntimeConfig(num_draft_tokens=16)  # depth 5
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_rates_divide_tokens_by_seconds(tiny_target, oracle, clock):
 
 
 def test_a_group_shares_its_seconds(tiny_target, oracle, clock):
-    report = run(tiny_target, oracle(), runtime=RuntimeConfig(batch_size=2))
+    report = run(tiny_target, oracle(), runtime=RuntimeConfig(num_draft_tokens=16, batch_size=2))
     assert [row["seconds"] for row in report["per_prompt"]] == [0.5, 0.5, 1.0]
     assert report["tokens_per_s"] == 15.0
     assert (report["identical"], report["rounds"]) == (3, 6)
@@ -357,7 +357,7 @@ def test_without_a_file_all_built_in_held_out_prompts_are_taken():
 
 def test_a_prompt_too_long_is_refused_before_anything_runs(tiny_target, monkeypatch):
     monkeypatch.setattr(Engine, "generate", lambda *_: pytest.fail("ran"))
-    runtime = RuntimeConfig(max_length=40)
+    runtime = RuntimeConfig(num_draft_tokens=16, max_length=40)
     with pytest.raises(ConfigError, match=r"prompt 'b' has \d+ tokens and eval.max_new_tokens is 10.*limit of 40"):
         run(tiny_target, "none", runtime=runtime, prompts=[PROMPTS[2], PROMPTS[1]])
 

@@ -69,7 +69,7 @@ def test_the_stable_surface(tiny_target):
 
     prompts = [Prompt("a", "chat", ({"role": "user", "content": "hi"},))]
     settings = EvalConfig(max_new_tokens=3)
-    report = measure(tiny_target, "ngram", prompts, RuntimeConfig(), settings, SamplingConfig())
+    report = measure(tiny_target, "ngram", prompts, RuntimeConfig(num_draft_tokens=16), settings, SamplingConfig())
     assert list(report) == SURFACE
     assert list(report["per_prompt"][0]) == ROW_SURFACE
 

@@ -25,7 +25,7 @@ def cfg(tiny_folder):
     return ServeRun(
         target=TargetConfig(name="tiny", path=str(tiny_folder), dtype="float32", device="cpu"),
         drafter=ServedDrafter("ngram"),
-        runtime=RuntimeConfig(),
+        runtime=RuntimeConfig(num_draft_tokens=16),
         eval=EvalConfig(max_new_tokens=NEW),
         sampling=SamplingConfig(0.8, seed=3),
         mode="generate",
@@ -192,7 +192,7 @@ def test_ctrl_c_while_showing_leaves_the_engine_free(cfg, console, tiny_target, 
 
 
 def test_a_conversation_past_the_limit_starts_anew(cfg, console, typed, same_target):
-    cfg.runtime = RuntimeConfig(max_length=70)
+    cfg.runtime = RuntimeConfig(num_draft_tokens=16, max_length=70)
     typed("hello", "and a rather longer question", "hello")
     terminal.chat(cfg, console)
     shown = " ".join(console.export_text().split())
