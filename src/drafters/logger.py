@@ -69,7 +69,7 @@ class Logger:
         if self._run is None:
             return
         try:
-            self._run.finish(quiet=True)
+            self._run.finish()
         except Exception as error:
             log.warning("W&B did not finish cleanly (%s: %s)", type(error).__name__, error)
         self._run = None
