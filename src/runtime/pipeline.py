@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,6 @@ from drafters.errors import ConfigError
 from drafters.export.card import DataSummary, model_card
 from drafters.export.official import KIND, describe_drafter, export_eagle3, load_eagle3, shape_of
 from drafters.facts import facts_from
-from drafters.features import target_choice
-from drafters.generation import Generate
 from drafters.logger import Logger
 from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
 from drafters.responses import (
@@ -49,16 +47,15 @@ from drafters.responses import (
     read_responses,
     regenerate_slice,
 )
-from drafters.store import FOLDER, FeatureStore, document_key
+from drafters.store import FOLDER, FeatureStore
 from drafters.target import Target, default_taps
 from drafters.threads import set_threads
 from drafters.trainer import BEST, train
 from drafters.vocab import build, count_tokens
 from runtime import report as reports
+from runtime.collecting import generator, recording
 from runtime.engine import Engine
 from runtime.evaluate import eval_prompts, evaluate, measure, quick_acceptance
-from runtime.proposers.recorder import Recorder
-from runtime.sampling import SamplingParams
 from runtime.terminal import chat, generate_once
 
 log = logging.getLogger(__name__)
@@ -137,40 +134,6 @@ def collect_responses(
         store.flush()
         log.info("%s: %.2f GB of hidden states", store.folder, store.size() / 1e9)
     return found
-
-
-def generator(engine: Engine, temperature: float, max_new_tokens: int) -> Generate:
-    """The engine as collecting wants it: (prompt ids, seed) rows in, (row, response ids, finish reason) out."""
-
-    def generate(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
-        params = [SamplingParams(max_new_tokens, temperature, seed) for _, seed in rows]
-        for index, result in engine.complete([ids for ids, _ in rows], params):
-            yield index, list(result.token_ids), result.finish_reason
-
-    return generate
-
-
-def recording(target: Target, store: FeatureStore, data: DataConfig) -> Generate:
-    """A generator that puts each answer's hidden states into the store, before the answer is recorded."""
-    recorder = Recorder((*default_taps(target.num_layers), target.num_layers))
-    answers = generator(
-        Engine.load(target, recorder, batch_size=data.batch_size), data.temperature, data.max_new_tokens
-    )
-
-    def generate(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
-        for index, response, reason in answers(rows):
-            ids = torch.tensor(rows[index][0] + response)
-            states = recorder.take(ids.tolist())
-            if states is not None:
-                taps, last = states.split([states.shape[1] - target.hidden_size, target.hidden_size], -1)
-                last = last[-len(response) :]
-                asked = torch.arange(len(ids)) >= len(ids) - len(response)
-                greedy = data.temperature == 0.0  # then the answer is what the target chose
-                choice = torch.tensor(response) if greedy else target_choice(target, last)
-                store.put(document_key(ids, asked), taps, last, choice)
-            yield index, response, reason
-
-    return generate
 
 
 def find_responses(run: TrainRun, console: Console) -> ResponseSet:
