@@ -158,7 +158,7 @@ class CostModel:
         for row, tree in trees.items():
             whole = len(tree) <= width  # a drawn one always is
             nodes = range(len(tree)) if whole else sorted(np.argsort(-np.array(paths[row]), kind="stable")[:width])
-            kept[row] = tree if whole else _part(tree, [int(node) for node in nodes])
+            kept[row] = tree if whole else tree.part([int(node) for node in nodes])
             self.expected[row] = sum(paths[row][node] for node in nodes)
         return kept
 
@@ -252,15 +252,3 @@ def _gains(paths: np.ndarray, widths: np.ndarray) -> np.ndarray:
     """
     by_count = np.cumsum(-np.sort(-paths, axis=2).sum(1), axis=1)
     return by_count[:, np.minimum(widths, paths.shape[2]) - 1]
-
-
-def _part(tree: DraftTree, nodes: list[int]) -> DraftTree:
-    """The tree of these nodes, ascending and closed under parents."""
-    number = {node: index for index, node in enumerate(nodes)}
-    return DraftTree(
-        tuple(tree.tokens[node] for node in nodes),
-        (-1, *(number[tree.parents[node]] for node in nodes[1:])),
-        tuple(tree.depths[node] for node in nodes),
-        tuple(tree.scores[node] for node in nodes) if tree.scores else (),
-        tuple(tree.sources[node] for node in nodes) if tree.sources else (),
-    )

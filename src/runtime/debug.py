@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicCache
 from drafters.errors import OutriderError
 from runtime.forward import Round, TargetRunner
 from runtime.proposers.base import Held, Proposer
-from runtime.tree import DraftTree
 
 # Largest difference between two ways to compute the same, per unit of the largest value compared.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6, torch.bfloat16: 6e-2, torch.float16: 1e-2}
@@ -109,7 +108,7 @@ def _masks(runner: TargetRunner, last: Round, b: int) -> Iterator[Held]:
             here = start + tree.depths[node]
             oldest = 0 if window is None else max(0, here - window + 1)
             seen = mask[b, node].nonzero()[:, 0].tolist()
-            path = sorted(slots[up] for up in _path(tree, node) if start + tree.depths[up] >= oldest)
+            path = sorted(slots[up] for up in tree.path(node) if start + tree.depths[up] >= oldest)
             yield f"{kind} mask of node {node}: slots of the tree", sorted(set(seen).intersection(slots)), path
             text = sorted(positions[slot] for slot in set(seen).difference(slots))
             yield f"{kind} mask of node {node}: positions of the text", text, list(range(oldest, start))
@@ -129,13 +128,6 @@ def _outputs(last: Round, b: int, ids: list[int], scratch: Scratch) -> Iterator[
     yield "hidden states of the accepted path", last.hidden[b, path], scratch.hidden[start:end]
     if last.taps is not None:
         yield "taps of the accepted path", last.taps[b, path], scratch.taps[start:end]
-
-
-def _path(tree: DraftTree, node: int) -> list[int]:
-    path = [node]
-    while tree.parents[path[-1]] >= 0:
-        path.append(tree.parents[path[-1]])
-    return path
 
 
 def _compare(row: int, pairs: Iterator[Held]) -> None:

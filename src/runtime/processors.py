@@ -81,7 +81,8 @@ class Processors:
             for index, node in enumerate(nodes):
                 levels[tree.depths[node]].append(index)
             for level in levels.values():  # histories of one depth are equally long: one call for all of them
-                paths = torch.tensor([_path(tree, nodes[index]) for index in level], device=text.device).long()
+                drafted = [[tree.tokens[node] for node in tree.path(nodes[index])[1:]] for index in level]
+                paths = torch.tensor(drafted, device=text.device).long()
                 history = torch.cat([text.expand(len(level), -1), paths], 1)
                 out[level] = self._by_history(history, out[level])
         if self._warpers:
@@ -120,12 +121,3 @@ def _warpers(params: SamplingParams) -> LogitsProcessorList:
     if found and params.temperature != 1.0:
         found.insert(0, TemperatureLogitsWarper(float(params.temperature)))
     return found
-
-
-def _path(tree: DraftTree, node: int) -> list[int]:
-    """Tokens from the root's child down to the node; empty for the root."""
-    tokens: list[int] = []
-    while node:
-        tokens.append(tree.tokens[node])
-        node = tree.parents[node]
-    return tokens[::-1]

@@ -195,11 +195,7 @@ def typical(tree: DraftTree, law: Law, chance: Chance) -> Verification:
         if chosen > (DELTA * torch.exp(-entropy)).clamp(max=EPSILON):
             reached[node] = reached[parent] + float(chosen.log())
     best = max(reached, key=lambda node: (tree.depths[node], reached[node]))
-    path, node = [], best
-    while node >= 0:
-        path.append(node)
-        node = tree.parents[node]
-    return Verification(tuple(reversed(path)), chance.draw(laws[best] if best in laws else law(best)))
+    return Verification(tuple(tree.path(best)), chance.draw(laws[best] if best in laws else law(best)))
 
 
 def _draft_law(tree: DraftTree, node: int) -> Tensor:

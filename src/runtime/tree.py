@@ -57,6 +57,24 @@ class DraftTree:
         size = len(continuation) + 1
         return cls((token, *continuation), tuple(range(-1, size - 1)), tuple(range(size)))
 
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root down to this one."""
+        found = [node]
+        while self.parents[found[-1]] >= 0:
+            found.append(self.parents[found[-1]])
+        return found[::-1]
+
+    def part(self, nodes: list[int]) -> DraftTree:
+        """The tree of these nodes, ascending and closed under parents; not for drawn trees, which stay whole."""
+        number = {node: index for index, node in enumerate(nodes)}
+        return DraftTree(
+            tuple(self.tokens[node] for node in nodes),
+            (-1, *(number[self.parents[node]] for node in nodes[1:])),
+            tuple(self.depths[node] for node in nodes),
+            tuple(self.scores[node] for node in nodes) if self.scores else (),
+            tuple(self.sources[node] for node in nodes) if self.sources else (),
+        )
+
     def ancestors(self) -> Tensor:
         """bool [N, N]: row i is True at node i and at each node above it."""
         mask = torch.eye(len(self), dtype=torch.bool)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from runtime import cost
 from runtime.calibration import Calibration
 from runtime.cost import CREDIT, SHARE, CostModel, _gains
 from runtime.cost_table import CostTable, Measured, widths
@@ -242,7 +241,7 @@ def test_a_cut_tree_keeps_tokens_scores_and_sources_of_what_it_keeps():
     tree = DraftTree(
         (9, 1, 2, 3, 4), (-1, 0, 0, 1, 2), (0, 1, 1, 2, 2), (0.0, -3.0, -0.1, -4.0, -0.2), ("", "a", "b", "a", "b")
     )
-    assert cost._part(tree, [0, 2, 4]) == DraftTree((9, 2, 4), (-1, 0, 1), (0, 1, 2), (0.0, -0.1, -0.2), ("", "b", "b"))
+    assert tree.part([0, 2, 4]) == DraftTree((9, 2, 4), (-1, 0, 1), (0, 1, 2), (0.0, -0.1, -0.2), ("", "b", "b"))
 
 
 def test_a_draft_already_paid_for_is_worth_verifying_where_a_free_one_is_not():

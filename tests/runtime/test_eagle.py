@@ -7,14 +7,7 @@ from runtime.proposers.base import Budget
 from runtime.proposers.growth import NOISE_SCALE, fixed_shape, rank
 from runtime.sampling import DraftNoise, Noise, SamplingParams, drawing_noise
 from tests.runtime.conftest import PROMPTS
-
-
-def _path(tree, node):
-    path = []
-    while node > 0:
-        path.append(tree.tokens[node])
-        node = tree.parents[node]
-    return path[::-1]
+from tests.runtime.test_proposers import _path
 
 
 @torch.no_grad()

@@ -54,3 +54,8 @@ def test_best_nodes_keeps_parents_at_ties():
 def test_best_nodes_takes_the_highest_scores():
     scores = torch.tensor([[-0.1, -3.0, -0.2, -5.0, -0.15]])
     assert best_nodes(scores, 3)[0].tolist() == [0, 2, 4]
+
+
+def test_a_path_starts_at_the_root():
+    tree = DraftTree((9, 1, 2, 3), (-1, 0, 0, 2), (0, 1, 1, 2))
+    assert tree.path(3) == [0, 2, 3] and tree.path(0) == [0]

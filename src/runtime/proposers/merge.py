@@ -122,14 +122,7 @@ class MergeProposer(Proposer):
         paths = self.calibration.path_probabilities(whole, sampled)
         # A child is never above its parent and comes later, so with a stable sort no node is kept without its parent.
         kept = sorted(sorted(range(len(whole)), key=lambda node: -paths[node])[: budget.nodes])
-        number = {node: index for index, node in enumerate(kept)}
-        return DraftTree(
-            tuple(whole.tokens[node] for node in kept),
-            tuple(-1 if node == 0 else number[whole.parents[node]] for node in kept),
-            tuple(whole.depths[node] for node in kept),
-            tuple(whole.scores[node] for node in kept),
-            tuple(whole.sources[node] for node in kept),
-        )
+        return whole.part(kept)
 
 
 def _reachable(budgets: dict[int, Budget], trained_depth: int | None) -> dict[int, Budget]:
