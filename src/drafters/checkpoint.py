@@ -18,7 +18,7 @@ from torch import Tensor
 from drafters.artifacts import read_manifest, settle, verify_folder, write_folder
 from drafters.contract import CONTRACT_NAME, Contract, read_contract
 from drafters.errors import ArtifactError, ContractError
-from drafters.models.eagle3 import Eagle3Drafter
+from drafters.models.base import Drafter
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ def _random_state() -> dict[str, Tensor]:
     return states
 
 
-def weights_of(drafter: Eagle3Drafter) -> dict[str, Tensor]:
-    """Return the drafter's tensors as independent CPU copies."""
-    return {name: value.detach().cpu().clone().contiguous() for name, value in drafter.state_dict().items()}
+def weights_of(drafter: Drafter) -> dict[str, Tensor]:
+    """Return the drafter's own tensors as independent CPU copies."""
+    return {name: value.detach().cpu().clone().contiguous() for name, value in drafter.own_state().items()}
 
 
 def save(
@@ -114,10 +114,10 @@ def find(folder: Path) -> Path | None:
     return folder
 
 
-def load_weights(folder: Path, drafter: Eagle3Drafter) -> None:
+def load_weights(folder: Path, drafter: Drafter) -> None:
     """Fill the drafter from a checkpoint; raises ArtifactError naming a missing, unknown or misshapen tensor."""
     tensors = load_file(folder / WEIGHTS)
-    state = drafter.state_dict()
+    state = drafter.own_state()
     for name in [*state, *(name for name in tensors if name not in state)]:
         expected = tuple(state[name].shape) if name in state else "no such tensor"
         found = tuple(tensors[name].shape) if name in tensors else "no such tensor"

@@ -12,40 +12,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from drafters.errors import ConfigError
-
-
-def option(
-    default: Any,
-    *,
-    choices: tuple[str, ...] | None = None,
-    words: tuple[str, ...] = (),
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """Dataclass field with the values config_check allows: one of `choices`, low <= x <= high, above < x < below.
-
-    words: texts allowed beside whole numbers, in a field typed Any.
-    """
-    metadata = {"choices": choices, "words": words, "low": low, "high": high, "above": above, "below": below}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-class Section:
-    """Base of every settings dataclass; config_check.freeze makes one read-only."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_frozen" in self.__dict__:
-            raise ConfigError(
-                f"{type(self).__name__}.{name} is fixed once the settings are checked. "
-                f"Set it on the command line, or make a copy with dataclasses.replace."
-            )
-        object.__setattr__(self, name, value)
-
+from drafters.config_base import Section, option
+from drafters.config_drafter import DrafterConfig, Eagle3Config
 
 # ---- target
 
@@ -103,38 +71,6 @@ class TargetConfig(Section):
     wheel: WheelSource | None = None
     random: RandomSource | None = None
     facts: TargetFacts | None = None
-
-
-# ---- drafter
-
-
-@dataclass
-class DrafterConfig(Section):
-    """Common base of the drafter families."""
-
-    family: str = MISSING
-
-
-@dataclass
-class Eagle3Config(DrafterConfig):
-    """EAGLE-3: one decoder layer fed by three tapped hidden states, trained by its own rollout (TTT)."""
-
-    family: str = option("eagle3", choices=("eagle3",))
-    draft_vocab_size: int = option(32000, low=1)  # more than the target has is an error, never clipped
-    ttt_steps: int = option(5, low=1)
-    ttt_decay: float = option(0.8, above=0.0, high=1.0)  # weight of depth k is ttt_decay**k
-    # Fractions of the run at which the depth rises, spread evenly from 1 to ttt_steps; [] trains at full depth.
-    curriculum: list[float] = option([0.35, 0.6], above=0.0, below=1.0)
-    fc_norm: bool = False  # one RMSNorm per tap before fc (EAGLE-3.1)
-    norm_output: bool = False  # feed back the normed output (EAGLE-3.1)
-    hidden_size: int | None = option(None, low=1)  # null: the target's
-    intermediate_size: int | None = option(None, low=1)  # null: the target's
-    num_heads: int | None = option(None, low=1)  # null: the target's
-    num_kv_heads: int | None = option(None, low=1)  # null: the target's
-    head_dim: int | None = option(None, low=1)  # null: the target's
-    taps: list[int] | None = option(None, low=0)  # hidden_states indices; null: (2, n//2, n-3)
-    warm_start: bool = True  # initialise from the target's last layer and head
-    train_lm_head: bool = True
 
 
 # ---- data

@@ -16,12 +16,12 @@ from drafters.config import (
     FAMILIES,
     RUNS,
     DistillRun,
-    Eagle3Config,
-    Section,
     ServeRun,
     TargetConfig,
     TrainRun,
 )  # fmt: skip
+from drafters.config_base import Section
+from drafters.config_drafter import Eagle3Config, LayerSizes, RecurrentConfig
 from drafters.config_store import target_name
 from drafters.drafter_path import parse_drafter_path
 from drafters.errors import ConfigError
@@ -249,31 +249,36 @@ def _check_train(run: TrainRun) -> None:
     trainer, drafter = run.trainer, run.drafter
     if len(trainer.betas) != 2:
         raise ConfigError(f"trainer.betas={trainer.betas}: must be two numbers. Set trainer.betas=[0.9,0.95].")
-    if isinstance(drafter, Eagle3Config):
-        _check_eagle3(drafter, run.target)
-
-
-def _check_eagle3(drafter: Eagle3Config, target: TargetConfig) -> None:
-    if drafter.curriculum != sorted(set(drafter.curriculum)):
+    if isinstance(drafter, RecurrentConfig) and drafter.curriculum != sorted(set(drafter.curriculum)):
         raise ConfigError(f"drafter.curriculum={drafter.curriculum}: the fractions must rise. Set e.g. [0.35,0.6].")
-    taps = drafter.taps
-    if taps is not None and (len(taps) != 3 or taps != sorted(set(taps))):
-        raise ConfigError(f"drafter.taps={taps}: must be three rising indices (low, middle, high), or null.")
+    shape = run.target.facts or run.target.random
+    if shape is not None and drafter.draft_vocab_size > shape.vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size={drafter.draft_vocab_size} is more than the {shape.vocab_size} tokens of "
+            f"target {run.target.name!r}. Set drafter.draft_vocab_size={shape.vocab_size} or less."
+        )
+    if isinstance(drafter, LayerSizes):
+        _check_sizes(drafter)
+    if isinstance(drafter, Eagle3Config):
+        _check_taps(drafter, run.target)
+
+
+def _check_sizes(drafter: LayerSizes) -> None:
     heads, groups = drafter.num_heads, drafter.num_kv_heads
     if heads is not None and groups is not None and heads % groups:
         raise ConfigError(
             f"drafter.num_heads={heads} is no multiple of drafter.num_kv_heads={groups}. "
             f"Set drafter.num_kv_heads to a divisor of {heads}."
         )
-    shape = target.facts or target.random
-    if shape is None:
+
+
+def _check_taps(drafter: Eagle3Config, target: TargetConfig) -> None:
+    taps, shape = drafter.taps, target.facts or target.random
+    if taps is None:
         return
-    if drafter.draft_vocab_size > shape.vocab_size:
-        raise ConfigError(
-            f"drafter.draft_vocab_size={drafter.draft_vocab_size} is more than the {shape.vocab_size} tokens of "
-            f"target {target.name!r}. Set drafter.draft_vocab_size={shape.vocab_size} or less."
-        )
-    if taps is not None and taps[-1] > shape.num_layers:
+    if len(taps) != 3 or taps != sorted(set(taps)):
+        raise ConfigError(f"drafter.taps={taps}: must be three rising indices (low, middle, high), or null.")
+    if shape is not None and taps[-1] > shape.num_layers:
         raise ConfigError(
             f"drafter.taps={taps}: target {target.name!r} has hidden states 0 to {shape.num_layers}. "
             f"Set drafter.taps within these, or null."

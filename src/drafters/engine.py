@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from drafters.config import TrainRun
-from drafters.models.ttt import TestTimeTraining
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -88,7 +87,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def make_engine(model: TestTimeTraining, cfg: TrainRun, accumulation: int) -> DeepSpeedEngine:
+def make_engine(model: nn.Module, cfg: TrainRun, accumulation: int) -> DeepSpeedEngine:
     """Wrap the training graph; the process group must exist."""
     import deepspeed
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafters.config import TargetConfig, TargetFacts
 from drafters.errors import TargetError
+
+if TYPE_CHECKING:
+    from drafters.config_drafter import LayerSizes
+    from drafters.target import Target
 
 HUB_TIMEOUT = 3  # seconds
 CONFIG_NAMES = {
@@ -112,3 +116,11 @@ def facts_from(config: dict[str, Any], target: TargetConfig) -> TargetFacts:
     values.setdefault("head_dim", values["hidden_size"] // values["num_heads"])
     values.setdefault("tie_word_embeddings", False)
     return TargetFacts(**values)
+
+
+def sizes_for(cfg: LayerSizes, target: Target) -> dict[str, int]:
+    """Sizes of a drafter's decoder layer; those its settings leave null are the target's."""
+    facts = facts_from(target.text_config.to_dict(), target.config)
+    names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    own = {name: getattr(cfg, name) for name in names}
+    return {name: getattr(facts, name) if value is None else value for name, value in own.items()}

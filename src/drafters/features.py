@@ -13,7 +13,7 @@ from torch import Tensor
 from drafters.batches import Batch, mask4d
 from drafters.errors import ArtifactError
 from drafters.losses import make_teacher
-from drafters.models.ttt import Features, Layout
+from drafters.models.layout import Features, Layout
 from drafters.store import FeatureStore, document_key
 from drafters.target import Target
 

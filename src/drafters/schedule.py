@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from drafters.config import Eagle3Config, TrainerConfig
+from drafters.config import TrainerConfig
+from drafters.config_drafter import DrafterConfig
 from drafters.corpus import ResponseRecord
 
 log = logging.getLogger(__name__)
@@ -29,12 +30,13 @@ def learning_rate(step: int, total: int, cfg: TrainerConfig) -> float:
     return cfg.learning_rate * share
 
 
-def depth_at(step: int, total: int, cfg: Eagle3Config) -> int:
-    """Draft steps trained at optimiser step `step`: rises evenly from 1 to ttt_steps at the curriculum's marks."""
-    if not cfg.curriculum:
-        return cfg.ttt_steps
-    passed = sum(step >= mark * total for mark in cfg.curriculum)
-    return round(1 + (cfg.ttt_steps - 1) * passed / len(cfg.curriculum))
+def depth_at(step: int, total: int, cfg: DrafterConfig) -> int:
+    """Draft steps trained at optimiser step `step`: rises evenly from 1 to cfg.steps at the marks of the settings."""
+    marks = cfg.marks
+    if not marks:
+        return cfg.steps
+    passed = sum(step >= mark * total for mark in marks)
+    return round(1 + (cfg.steps - 1) * passed / len(marks))
 
 
 def hold_out(records: Sequence[ResponseRecord]) -> tuple[list[ResponseRecord], list[ResponseRecord]]:

@@ -151,7 +151,8 @@ class Target:
             use_cache=False,
             output_hidden_states=list(taps),
         )
-        return torch.cat([out.hidden_states[index] for index in taps], -1), out.last_hidden_state
+        tapped = [out.hidden_states[index] for index in taps] or [out.last_hidden_state[..., :0]]
+        return torch.cat(tapped, -1), out.last_hidden_state
 
     @torch.no_grad()
     def logits(self, last_hidden: Tensor) -> Tensor:

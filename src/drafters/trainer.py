@@ -22,17 +22,15 @@ from drafters.batches import Batch, Batches, collate, pack
 from drafters.config import TrainRun
 from drafters.corpus import ResponseRecord
 from drafters.errors import OutriderError
-from drafters.export.official import describe_drafter
+from drafters.export.native import describe_drafter
 from drafters.features import CachedFeatures, FeatureSource, OnlineFeatures
 from drafters.logger import Logger
-from drafters.models.eagle3 import Eagle3Drafter
-from drafters.models.ttt import TestTimeTraining, make_layout
+from drafters.models.base import Drafter
 from drafters.schedule import depth_at, hold_out, learning_rate, stop_requests
 from drafters.store import FOLDER
 from drafters.tallies import Window, flatten, means, simulated_acceptance_length, summary
-from drafters.target import DTYPES, Target, default_taps
+from drafters.target import DTYPES, Target
 from drafters.threads import set_threads
-from drafters.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ LAST, BEST = "last", "best"
 # Settings that change how a run is watched, not what it computes: a resumed run may change them.
 CADENCE = frozenset({"eval_every", "save_every", "log_every", "num_threads"})
 
-Evaluate = Callable[[Eagle3Drafter], dict[str, Any]]
+Evaluate = Callable[[Drafter], dict[str, Any]]
 
 
 class TrainingError(OutriderError):
@@ -63,7 +61,7 @@ class Trainer:
 
     def __init__(
         self,
-        drafter: Eagle3Drafter,
+        drafter: Drafter,
         target: Target,
         records: Sequence[ResponseRecord],
         cfg: TrainRun,
@@ -78,17 +76,17 @@ class Trainer:
         self.device = target.device
         self.threads = set_threads(cfg.trainer.num_threads)
         self.rank, self.world_size = engine.init_distributed(self.device)
-        self.taps = tuple(cfg.drafter.taps or default_taps(target.num_layers))
+        self.taps = drafter.taps_for(cfg.drafter, target)
         trained, self.held = hold_out(records)
         self.batches = Batches(trained, cfg.trainer, self.rank, self.world_size)
         self.total = cfg.trainer.max_steps or self.batches.steps(cfg.trainer.epochs)
         self.contract = describe_drafter(
-            drafter, target, taps=self.taps, ttt_steps=cfg.drafter.ttt_steps, max_length=cfg.trainer.row_length
+            drafter, target, taps=self.taps, steps=cfg.drafter.steps, max_length=cfg.trainer.row_length
         )
         self.features = self._feature_source(Path(out_dir), records)
         self.settings = self._settings()
         self.step, self.best_value, self.best_step = 0, None, None
-        self.window = Window(cfg.drafter.ttt_steps, self.device)
+        self.window = Window(cfg.drafter.steps, self.device)
 
     # ---- set-up
 
@@ -126,15 +124,11 @@ class Trainer:
             self.step, self.best_value, self.best_step = progress.step, progress.best_value, progress.best_step
         elif cfg.init_from is None and cfg.drafter.warm_start:
             sample = collate(self.batches.records, self.batches.rows(0)[:1], cfg.trainer.row_length)
-            warm_start(self.drafter, self.target, sample, self.taps)
+            self.drafter.warm_start(self.target, sample, self.taps)
         # Trained on a copy: ZeRO-3 scatters the weights of what it trains, the caller's drafter stays whole.
-        own = Eagle3Drafter(self.drafter.shape)
-        own.load_state_dict(self.drafter.state_dict())
-        own.to(self.device, DTYPES[cfg.trainer.dtype])
-        own.bind_embedding(self.target.embed_weight)
-        own.lm_head.weight.requires_grad_(cfg.drafter.train_lm_head)
-        model = TestTimeTraining(own, cfg.drafter.ttt_decay)
-        self.engine = engine.make_engine(model, cfg, len(self.batches.step(0)))
+        own = self.drafter.clone().to(self.device, DTYPES[cfg.trainer.dtype])
+        own.bind(self.target)
+        self.engine = engine.make_engine(own.training_graph(cfg.drafter), cfg, len(self.batches.step(0)))
         if found is not None:
             tensors = checkpoint.load_optimizer(found, self.rank, self.world_size)
             engine.load_optimizer_tensors(self.engine, tensors)
@@ -154,9 +148,9 @@ class Trainer:
         """Do optimiser step self.step and return the gradient norm before clipping."""
         cfg, batches = self.cfg, self.batches.step(self.step)
         depth = depth_at(self.step, self.total, cfg.drafter)
-        layouts = [make_layout(batch, depth) for batch in batches]
+        layouts = [self.drafter.layout(batch, depth) for batch in batches]
         counts = torch.tensor([layout.counts() for layout in layouts], dtype=torch.float64).sum(0)
-        weights = cfg.drafter.ttt_decay ** torch.arange(depth, dtype=torch.float64)
+        weights = cfg.drafter.decay ** torch.arange(depth, dtype=torch.float64)
         denominator = float((self._sum(counts.to(self.device)).cpu() * weights).sum())
         # DeepSpeed averages gradients over ranks; the loss is a sum over them all.
         scale = self.world_size / max(denominator, 1.0)
@@ -194,8 +188,8 @@ class Trainer:
 
     def _log(self, norm: float) -> dict[str, float]:
         stats, window = self._sum(self.window.stats).cpu().double(), self.window
-        self.window = Window(self.cfg.drafter.ttt_steps, self.device)
-        values = means("train", stats, self.cfg.drafter.ttt_decay)
+        self.window = Window(self.cfg.drafter.steps, self.device)
+        values = means("train", stats, self.cfg.drafter.decay)
         values |= {
             "train/lr": learning_rate(self.step - 1, self.total, self.cfg.trainer),
             "train/grad_norm": norm,
@@ -212,7 +206,7 @@ class Trainer:
         """Held-out loss, accuracy and simulated acceptance length at full depth."""
         if not self.held:
             return {}
-        steps = self.cfg.drafter.ttt_steps
+        steps = self.cfg.drafter.steps
         stats = torch.zeros(4, steps, device=self.device)
         self.engine.eval()
         length = self.cfg.trainer.row_length
@@ -220,11 +214,11 @@ class Trainer:
         rows += [()] * (-len(rows) % self.world_size)
         for row in rows[self.rank :: self.world_size]:
             batch = collate(self.held, [row], length)
-            layout = make_layout(batch, steps)
+            layout = self.drafter.layout(batch, steps)
             stats += self.engine(layout, self.features(batch, layout))[1]
         self.engine.train()
         stats = self._sum(stats).cpu().double()
-        values = means("eval", stats, self.cfg.drafter.ttt_decay)
+        values = means("eval", stats, self.cfg.drafter.decay)
         return values | {"eval/simulated_acceptance_length": simulated_acceptance_length(stats)}
 
     def _refresh(self) -> None:
@@ -307,7 +301,7 @@ class Trainer:
 
 
 def train(
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     target: Target,
     records: Sequence[ResponseRecord],
     cfg: TrainRun,

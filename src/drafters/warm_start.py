@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from drafters.batches import Batch, mask4d
 from drafters.errors import ConfigError
-from drafters.models.eagle3 import INITIALIZER_STD, Eagle3Drafter
-from drafters.target import Target
+from drafters.models.layers import INITIALIZER_STD
+
+if TYPE_CHECKING:
+    from drafters.models.eagle3 import Eagle3Drafter
+    from drafters.target import Target
 
 LOGIT_STD = 1.5  # std of logits over the draft vocabulary that trains well from the first step
 

@@ -10,7 +10,7 @@ from drafters.artifacts import MANIFEST_NAME, read_manifest
 from drafters.contract import read_contract
 from drafters.drafter_path import CHOICES
 from drafters.errors import ArtifactError, ContractError
-from drafters.export.official import KIND
+from drafters.export.native import KIND
 from drafters.target import Target
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from drafters.config import LOSSY_RULES, BuiltinData, EvalConfig, RuntimeConfig,
 from drafters.corpus import Prompt, load_prompts, read_prompt_file
 from drafters.errors import ConfigError, DataError
 from drafters.generation import record_seed
-from drafters.models.eagle3 import Eagle3Drafter
+from drafters.models import Drafter
 from drafters.target import Target
 from runtime import report as reports
 from runtime.discover import choose_drafter
@@ -66,7 +66,7 @@ def eval_prompts(cfg: EvalConfig) -> list[Prompt]:
 
 def measure(
     target: Target,
-    drafter: str | Path | Eagle3Drafter | Proposer,
+    drafter: str | Path | Drafter | Proposer,
     prompts: Sequence[Prompt],
     runtime: RuntimeConfig,
     settings: EvalConfig,
@@ -107,7 +107,7 @@ def measure(
 
 
 def quick_acceptance(
-    drafter: Eagle3Drafter | tuple[Eagle3Drafter, tuple[int, ...]],
+    drafter: Drafter | tuple[Drafter, tuple[int, ...]],
     target: Target,
     prompts: Sequence[Prompt],
     runtime: RuntimeConfig,

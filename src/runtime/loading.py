@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 from pathlib import Path
@@ -12,9 +11,9 @@ import torch
 from drafters.config import TargetConfig
 from drafters.drafter_path import DrafterPart, parse_drafter_path
 from drafters.errors import ConfigError
-from drafters.export.official import load_eagle3
-from drafters.models.eagle3 import Eagle3Drafter
-from drafters.target import Target, default_taps
+from drafters.export.native import load_drafter
+from drafters.models import Drafter
+from drafters.target import Target
 from runtime.calibration import Calibration
 from runtime.engine import Engine, EngineConfig
 from runtime.packing import prepare
@@ -45,18 +44,17 @@ def load_proposer(
 ) -> Proposer:
     """A proposer from a drafter.path (see parse_drafter_path), a drafter, or a Proposer as it is.
 
-    An Eagle3Drafter is copied; (drafter, taps) says which hidden_states it taps, alone it taps the default ones.
+    A Drafter is copied; (drafter, taps) says which hidden_states it taps, alone it taps its family's usual ones.
     calibration: what a merged tree is ranked by; pass the engine's own, or its counts stay empty. Raises ConfigError,
     ArtifactError, ContractError, TargetError.
     """
     if isinstance(drafter, Proposer):
         return drafter
-    if isinstance(drafter, Eagle3Drafter):
-        drafter = (drafter, default_taps(target.num_layers))
+    if isinstance(drafter, Drafter):
+        drafter = (drafter, drafter.usual_taps(target.num_layers))
     if isinstance(drafter, tuple):
         model, taps = drafter
-        shared = {id(model.embedding): model.embedding}  # the target's own tensor need not be copied
-        return _eagle(copy.deepcopy(model, shared), taps, target, config)
+        return _trained(model.clone(), taps, target, config)
     parts = parse_drafter_path("none" if drafter is None else str(drafter))
     members = [_from_part(part, target, config) for part in parts]
     if len(members) == 1:
@@ -68,10 +66,9 @@ def _from_part(part: DrafterPart, target: Target, config: EngineConfig) -> Propo
     if part.kind == "small":
         return _small(part.folder, target, config)
     if part.kind == "export":
-        model, contract = load_eagle3(part.folder, target)
+        model, contract = load_drafter(part.folder, target)
         log.info("drafter: %s (%s)", part.folder, contract.family)
-        # A step of training-time test sees the steps before it, so one level more than it had steps is still sound.
-        return _eagle(model, tuple(contract.tap_indices), target, config, contract.graph["ttt_steps"] + 1)
+        return _trained(model, contract.tap_indices, target, config, model.deepest(contract.graph))
     return {
         "none": NoneProposer,
         "ngram": NgramProposer,
@@ -92,19 +89,14 @@ def _small(folder: Path, target: Target, config: EngineConfig) -> SmallProposer:
     return proposer
 
 
-def _eagle(
-    model: Eagle3Drafter,
-    taps: tuple[int, ...],
-    target: Target,
-    config: EngineConfig,
-    trained_depth: int | None = None,
-) -> EagleProposer:
-    model.bind_embedding(target.embed_weight)
-    model.to(target.device).eval().requires_grad_(False)
-    for parameter in model.parameters():  # not model.to(dtype): rotary frequencies stay fp32
-        parameter.data = parameter.data.to(target.dtype)
+def _trained(
+    model: Drafter, taps: tuple[int, ...], target: Target, config: EngineConfig, deepest: int | None = None
+) -> Proposer:
+    """The proposer of a trained drafter, which is laid out for decoding; deepest: see Drafter.deepest."""
+    model.to(target.device, target.dtype).eval().requires_grad_(False)
+    model.bind(target)
     prepare(model)
-    return EagleProposer(model, taps, config.top_k, config.depth, trained_depth)
+    return EagleProposer(model, taps, config.top_k, config.depth, deepest)
 
 
 def load_engine(target: object, drafter: object = None, **settings: int) -> Engine:

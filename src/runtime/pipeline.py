@@ -24,7 +24,6 @@ from drafters.config import (
     BuiltinData,
     DataConfig,
     DistillRun,
-    Eagle3Config,
     MagpieData,
     SamplingConfig,
     ServeRun,
@@ -35,10 +34,9 @@ from drafters.contract import Contract, read_contract, require_equal
 from drafters.corpus import Prompt, ResponseRecord, load_prompts
 from drafters.errors import ConfigError
 from drafters.export.card import DataSummary, model_card
-from drafters.export.official import KIND, describe_drafter, export_eagle3, load_eagle3, shape_of
-from drafters.facts import facts_from
+from drafters.export.native import KIND, build, describe_drafter, export_drafter, load_drafter, shape_of
 from drafters.logger import Logger
-from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
+from drafters.models import FAMILIES, Drafter
 from drafters.responses import (
     RECORDS_NAME,
     ResponseSet,
@@ -51,7 +49,8 @@ from drafters.store import FOLDER, FeatureStore
 from drafters.target import Target, default_taps
 from drafters.threads import set_threads
 from drafters.trainer import BEST, train
-from drafters.vocab import build, count_tokens
+from drafters.vocab import build as build_vocab
+from drafters.vocab import count_tokens
 from runtime import report as reports
 from runtime.collecting import generator, recording
 from runtime.engine import Engine
@@ -180,8 +179,6 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
 
     Raises KeyboardInterrupt when a signal stopped the training, which is then saved and goes on with the same command.
     """
-    if not isinstance(run.drafter, Eagle3Config):
-        raise ConfigError(f"drafter.family={run.drafter.family} cannot be trained. Set drafter=eagle3.")
     out_dir = Path(run.output_dir)
     held_out = held_out_prompts(run)
     responses = find_responses(run, console)
@@ -193,7 +190,7 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
     taps = taps_of(run, target)
     quick = held_out[:QUICK_PROMPTS]
 
-    def acceptance(model: Eagle3Drafter) -> dict[str, Any]:
+    def acceptance(model: Drafter) -> dict[str, Any]:
         return quick_acceptance((model, taps), target, quick, run.runtime, run.eval.max_new_tokens)
 
     try:
@@ -215,7 +212,7 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
 
 def export_and_measure(
     run: TrainRun,
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     target: Target,
     data: DataSummary,
     held_out: Sequence[Prompt],
@@ -224,9 +221,9 @@ def export_and_measure(
     """Export the drafter, measure what was exported, and put the figures into report.json and the export's card."""
     out_dir = Path(run.output_dir)
     contract = describe_drafter(
-        drafter, target, taps=taps_of(run, target), ttt_steps=run.drafter.ttt_steps, max_length=run.trainer.row_length
+        drafter, target, taps=taps_of(run, target), steps=run.drafter.steps, max_length=run.trainer.row_length
     )
-    export = export_eagle3(drafter, target, contract, out_dir / "export", command=command_line(), data=data)
+    export = export_drafter(drafter, target, contract, out_dir / "export", command=command_line(), data=data)
     console.print(f"exported to {export}", soft_wrap=True, highlight=False)
     report = measure(target, export, held_out, run.runtime, run.eval, SamplingConfig(), console)
     reports.write(report, out_dir, console)
@@ -237,7 +234,7 @@ def export_and_measure(
 
 def taps_of(run: TrainRun, target: Target) -> tuple[int, ...]:
     """The `hidden_states` indices the drafter reads."""
-    return tuple(run.drafter.taps or default_taps(target.num_layers))
+    return FAMILIES[run.drafter.family].taps_for(run.drafter, target)
 
 
 def held_out_prompts(run: TrainRun) -> list[Prompt]:
@@ -253,62 +250,38 @@ def held_out_prompts(run: TrainRun) -> list[Prompt]:
     return prompts
 
 
-def eagle3_shape(cfg: Eagle3Config, target: Target) -> Eagle3Shape:
-    """Sizes of the drafter; those left null are the target's."""
-    text = target.text_config
-    facts = facts_from(text.to_dict(), target.config)
-    sizes = {
-        name: facts_value if own is None else own
-        for name, own, facts_value in (
-            ("hidden_size", cfg.hidden_size, facts.hidden_size),
-            ("intermediate_size", cfg.intermediate_size, facts.intermediate_size),
-            ("num_heads", cfg.num_heads, facts.num_heads),
-            ("num_kv_heads", cfg.num_kv_heads, facts.num_kv_heads),
-            ("head_dim", cfg.head_dim, facts.head_dim),
-        )
-    }
-    return Eagle3Shape(
-        **sizes,
-        target_hidden_size=target.hidden_size,
-        rms_norm_eps=text.rms_norm_eps,
-        rope_theta=text.rope_parameters["rope_theta"],
-        max_position_embeddings=target.max_length,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=cfg.draft_vocab_size,
-        fc_norm=cfg.fc_norm,
-        norm_output=cfg.norm_output,
-    )
-
-
-def make_drafter(run: TrainRun, target: Target, records: Sequence[ResponseRecord]) -> Eagle3Drafter:
+def make_drafter(run: TrainRun, target: Target, records: Sequence[ResponseRecord]) -> Drafter:
     """A drafter ready to train, on the target's device: from init_from, or new with the records' vocabulary."""
     if run.init_from is not None:
         return _init_from(run, target)
     torch.manual_seed(run.trainer.seed)
-    drafter = Eagle3Drafter(eagle3_shape(run.drafter, target))
-    vocab = build(count_tokens(records, target.vocab_size), run.drafter.draft_vocab_size, target.eos_ids)
+    family = FAMILIES[run.drafter.family]
+    drafter = family(family.shape_for(run.drafter, target))
+    vocab = build_vocab(count_tokens(records, target.vocab_size), run.drafter.draft_vocab_size, target.eos_ids)
     drafter.bind_vocab(vocab.d2t, vocab.t2d)
     drafter.to(target.device)
-    drafter.bind_embedding(target.embed_weight)
+    drafter.bind(target)
     return drafter
 
 
-def _init_from(run: TrainRun, target: Target) -> Eagle3Drafter:
+def _init_from(run: TrainRun, target: Target) -> Drafter:
     """Weights and draft vocabulary of an export or a checkpoint; raises ContractError when they do not fit the run."""
     folder = Path(run.init_from).expanduser()
     where = f"init_from={run.init_from}"
     contract = read_contract(folder)
+    require_equal("family", contract.family, run.drafter.family, where)
     require_equal("tap_indices", tuple(contract.tap_indices), taps_of(run, target), where)
-    require_equal("graph", asdict(shape_of(contract, where)), asdict(eagle3_shape(run.drafter, target)), where)
+    asked = FAMILIES[run.drafter.family].shape_for(run.drafter, target)
+    require_equal("graph", asdict(shape_of(contract, where)), asdict(asked), where)
     if read_manifest(folder).kind == KIND:
-        drafter, _ = load_eagle3(folder, target)
+        drafter, _ = load_drafter(folder, target)
         return drafter.float().requires_grad_(True)
     contract.check_target(target, where)
     verify_folder(folder, checkpoint.KIND)
-    drafter = Eagle3Drafter(shape_of(contract, where))
+    drafter = build(contract)
     checkpoint.load_weights(folder, drafter)
     drafter.to(target.device)
-    drafter.bind_embedding(target.embed_weight)
+    drafter.bind(target)
     return drafter
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters import artifacts
 from drafters.contract import Contract
-from drafters.export import DataSummary, describe_drafter, export_eagle3
+from drafters.export import DataSummary, describe_drafter, export_drafter
 from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
 from drafters.target import Target
 
@@ -67,13 +67,13 @@ def build_drafter(target: Target, shape: Eagle3Shape = SHAPE, kept: Tensor | Non
 
 
 def describe(drafter: Eagle3Drafter, target: Target, taps: tuple[int, ...] = TAPS) -> Contract:
-    return describe_drafter(drafter, target, taps=taps, ttt_steps=3, max_length=128)
+    return describe_drafter(drafter, target, taps=taps, steps=3, max_length=128)
 
 
 def export(target: Target, dest: Path, shape: Eagle3Shape = SHAPE, taps: tuple[int, ...] = TAPS) -> Path:
     drafter = build_drafter(target, shape)
     command = "python train.py target=tiny-random"
-    return export_eagle3(drafter, target, describe(drafter, target, taps), dest, command=command, data=DATA)
+    return export_drafter(drafter, target, describe(drafter, target, taps), dest, command=command, data=DATA)
 
 
 def reseal(folder: Path) -> None:

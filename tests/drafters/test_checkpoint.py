@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from drafters import artifacts, checkpoint
 from drafters.checkpoint import Progress
 from drafters.errors import ArtifactError, ContractError
-from drafters.export.official import describe_drafter
+from drafters.export.native import describe_drafter
 from tests.drafters.training_setup import make_records, new_drafter, run_settings
 
 PROGRESS = Progress(step=7, best_value=1.5, best_step=5, run={"trainer.seed": 0, "trainer.betas": [0.9, 0.95]})
@@ -25,7 +25,7 @@ def drafter(tiny_target):
 
 @pytest.fixture
 def contract(drafter, tiny_target):
-    return describe_drafter(drafter, tiny_target, taps=(2, 4, 5), ttt_steps=2, max_length=64)
+    return describe_drafter(drafter, tiny_target, taps=(2, 4, 5), steps=2, max_length=64)
 
 
 @pytest.fixture

@@ -160,9 +160,18 @@ def test_misfits_are_refused_by_name():
         Eagle3Drafter(SHAPE).bind_embedding(torch.zeros(50, 16))
     with pytest.raises(ContractError, match="7, 50 entries.*20, 50.*draft_vocab_size=7"):
         Eagle3Drafter(SHAPE).bind_vocab(torch.zeros(7, dtype=torch.int64), torch.zeros(50, dtype=torch.bool))
-    with pytest.raises(ContractError, match="bind_embedding"):
+    with pytest.raises(ContractError, match=r"bind\(target\)"):
         Eagle3Drafter(SHAPE).embed(torch.tensor([0]))
     with pytest.raises(ConfigError, match="draft_vocab_size is 51.*only 50"):
         replace(SHAPE, draft_vocab_size=51)
     with pytest.raises(ConfigError, match="num_heads is 4.*num_kv_heads 3"):
         replace(SHAPE, num_kv_heads=3)
+
+
+def test_a_cast_leaves_rotary_frequencies_alone():
+    drafter = Eagle3Drafter(SHAPE)
+    exact = drafter.midlayer.rotary.inv_freq.clone()
+    drafter.to(torch.bfloat16)
+    assert drafter.fc.weight.dtype == torch.bfloat16
+    assert drafter.midlayer.rotary.inv_freq.dtype == torch.float32
+    assert torch.equal(drafter.midlayer.rotary.inv_freq, exact)

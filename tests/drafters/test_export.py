@@ -16,9 +16,10 @@ from transformers import AutoConfig
 from drafters.config import TargetConfig
 from drafters.contract import make_contract, read_contract
 from drafters.errors import ArtifactError, ContractError
-from drafters.export import export_eagle3, load_eagle3
-from drafters.export import official as official_module
+from drafters.export import export_drafter, load_drafter
+from drafters.export import native as native_module
 from drafters.export.card import model_card
+from drafters.export.official import official_config
 from drafters.target import Target, default_taps
 from tests.drafters.export_setup import (
     DATA,
@@ -58,7 +59,7 @@ def folder(exported, tmp_path) -> Path:
 
 
 def test_round_trip_is_bit_equal_and_computes_the_same(tiny_target, exported):
-    drafter, contract = load_eagle3(exported, tiny_target)
+    drafter, contract = load_drafter(exported, tiny_target)
     original = build_drafter(tiny_target)
     assert contract == describe(original, tiny_target) == read_contract(exported)
     assert drafter.shape == SHAPE and not drafter.training
@@ -125,7 +126,7 @@ def test_flags_and_custom_taps_are_written_and_read_back(tiny_target, tmp_path):
     del config["eagle_aux_hidden_state_layer_ids"]
     assert sglang == config
     assert {"fc_norm.0.weight", "fc_norm.1.weight"} <= load_file(folder / "model.safetensors").keys()
-    drafter, contract = load_eagle3(folder, tiny_target)
+    drafter, contract = load_drafter(folder, tiny_target)
     assert drafter.shape == shape and contract.tap_indices == (3, 7)
 
 
@@ -141,14 +142,14 @@ def test_target_hidden_size_is_written_only_when_it_differs(tiny_target):
         max_length=9,
         draft_vocab_sha256="",
     )
-    assert official_module.official_config(contract, tiny_target)["target_hidden_size"] == 64
+    assert official_config(contract, tiny_target)["target_hidden_size"] == 64
 
 
 def test_an_fp32_export_loads_in_bf16_with_exact_rotary_frequencies(exported, tiny_folder, tiny_target):
     half = Target.load(TargetConfig(name="half", path=str(tiny_folder), dtype="bfloat16", device="cpu"))
-    drafter, _ = load_eagle3(exported, half)
+    drafter, _ = load_drafter(exported, half)
     assert drafter.fc.weight.dtype == drafter.lm_head.weight.dtype == torch.bfloat16
-    exact, _ = load_eagle3(exported, tiny_target)
+    exact, _ = load_drafter(exported, tiny_target)
     assert drafter.midlayer.rotary.inv_freq.dtype == torch.float32
     assert torch.equal(drafter.midlayer.rotary.inv_freq, exact.midlayer.rotary.inv_freq)
 
@@ -162,13 +163,13 @@ def test_export_refuses_a_contract_of_another_drafter_or_target(tiny_target, tmp
     good = describe(drafter, tiny_target)
     wrong_graph = dataclasses.replace(good, graph=good.graph | {"norm_output": True})
     with pytest.raises(ContractError, match="graph.norm_output is True.*has False"):
-        export_eagle3(drafter, tiny_target, wrong_graph, tmp_path / "x", command="c")
+        export_drafter(drafter, tiny_target, wrong_graph, tmp_path / "x", command="c")
     with pytest.raises(ContractError, match="draft_vocab_sha256"):
         wrong = dataclasses.replace(good, draft_vocab_sha256="old")
-        export_eagle3(drafter, tiny_target, wrong, tmp_path / "x", command="c")
+        export_drafter(drafter, tiny_target, wrong, tmp_path / "x", command="c")
     with pytest.raises(ContractError, match="target_weights_sha256 is 'old'"):
         wrong = dataclasses.replace(good, target_weights_sha256="old")
-        export_eagle3(drafter, tiny_target, wrong, tmp_path / "x", command="c")
+        export_drafter(drafter, tiny_target, wrong, tmp_path / "x", command="c")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -178,7 +179,7 @@ def test_export_refuses_weights_that_are_not_numbers(tiny_target, tmp_path):
     with torch.no_grad():
         drafter.midlayer.mlp.up_proj.weight[1, 1] = float("nan")
     with pytest.raises(ArtifactError, match="tensor midlayer.mlp.up_proj.weight holds NaN"):
-        export_eagle3(drafter, tiny_target, contract, tmp_path / "x", command="c")
+        export_drafter(drafter, tiny_target, contract, tmp_path / "x", command="c")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,7 +189,7 @@ def test_export_reads_back_what_it_wrote(tiny_target, tmp_path, monkeypatch):
         bits[5] ^= 1
         save_file(tensors | {"norm.weight": bits.view(torch.bfloat16)}, path, metadata=metadata)
 
-    monkeypatch.setattr(official_module, "save_file", faulty)
+    monkeypatch.setattr(native_module, "save_file", faulty)
     with pytest.raises(ArtifactError, match="tensor norm.weight reads back other than written"):
         export(tiny_target, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
@@ -200,11 +201,11 @@ def test_an_export_that_fails_half_way_leaves_the_old_one(tiny_target, folder, m
     def fail(*args: object) -> str:
         raise RuntimeError("killed here")
 
-    monkeypatch.setattr(official_module, "model_card", fail)
+    monkeypatch.setattr(native_module, "model_card", fail)
     with pytest.raises(RuntimeError, match="killed here"):
         export(tiny_target, folder)
     assert (folder / "manifest.json").read_bytes() == before
-    load_eagle3(folder, tiny_target)
+    load_drafter(folder, tiny_target)
 
 
 def test_card_without_a_report_claims_nothing(tiny_target, exported):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters.errors import ArtifactError, ContractError
-from drafters.export import load_eagle3
+from drafters.export import load_drafter
 from drafters.target import Target
 from tests.drafters.export_setup import (
     OFFICIAL_NAMES,
@@ -41,14 +41,14 @@ def test_one_changed_byte_is_refused_by_file(tiny_target, folder, name):
     data[-20] ^= 1
     (folder / name).write_bytes(data)
     with pytest.raises(ArtifactError, match=rf"{name}: sha256"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 @pytest.mark.parametrize("name", OFFICIAL_NAMES)
 def test_every_tensor_is_missed_by_name(tiny_target, folder, name):
     edit_tensors(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(ArtifactError, match=f"tensor {name} is missing"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def poison(tensor: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def poison(tensor: Tensor) -> Tensor:
 def test_extra_renamed_reshaped_retyped_and_infinite_tensors_are_named(tiny_target, folder, edit, message):
     edit_tensors(folder, edit)
     with pytest.raises(ArtifactError, match=message):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def test_another_draft_vocabulary_is_refused(tiny_target, folder):
@@ -82,7 +82,7 @@ def test_another_draft_vocabulary_is_refused(tiny_target, folder):
 
     edit_tensors(folder, swap)
     with pytest.raises(ContractError, match="draft_vocab_sha256 is "):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def other(target: Target, **changes: object) -> Target:
@@ -93,37 +93,37 @@ def other(target: Target, **changes: object) -> Target:
 
 def test_a_target_with_one_changed_byte_is_refused(tiny_target, exported, tmp_path):
     copied = Path(shutil.copytree(tiny_target.folder, tmp_path / "target"))
-    load_eagle3(exported, other(tiny_target, folder=copied))
+    load_drafter(exported, other(tiny_target, folder=copied))
     data = bytearray((copied / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (copied / "model.safetensors").write_bytes(data)
     with pytest.raises(ContractError, match="target_weights_sha256 is '.*Set target.path"):
-        load_eagle3(exported, other(tiny_target, folder=copied))
+        load_drafter(exported, other(tiny_target, folder=copied))
 
 
 def test_another_token_map_or_template_is_refused(tiny_target, exported):
     tokenizer = copy.deepcopy(tiny_target.tokenizer)
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(ContractError, match="tokenizer_sha256 is .*Restore the tokenizer"):
-        load_eagle3(exported, other(tiny_target, tokenizer=tokenizer))
+        load_drafter(exported, other(tiny_target, tokenizer=tokenizer))
     tokenizer = copy.deepcopy(tiny_target.tokenizer)
     tokenizer.chat_template += " "
     with pytest.raises(ContractError, match="chat_template_sha256 is .*Restore the chat template"):
-        load_eagle3(exported, other(tiny_target, tokenizer=tokenizer))
+        load_drafter(exported, other(tiny_target, tokenizer=tokenizer))
 
 
 def test_another_target_config_is_refused(tiny_target, exported):
     changed = other(tiny_target)
     changed.__dict__["fingerprint"] = tiny_target.fingerprint | {"target_config_sha256": "new"}
     with pytest.raises(ContractError, match="target_config_sha256 is .* has 'new'"):
-        load_eagle3(exported, changed)
+        load_drafter(exported, changed)
 
 
 def test_a_renamed_tap_is_refused_by_its_meaning(tiny_target, folder):
     taps = [f"output of block {index} before norm" for index in (2, 3, 4)]
     edit_json(folder, "contract.json", taps=taps)
     with pytest.raises(ContractError, match=r"taps is .*tap_indices \[2, 4, 5\] mean"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 @pytest.mark.parametrize("indices", [(3, 4, 5), (2, 3, 5), (2, 4, 6), (4, 2, 5)])
@@ -132,20 +132,20 @@ def test_a_tap_changed_everywhere_is_refused_by_the_probe(tiny_target, folder, i
     place = next(place for place, index in enumerate(indices) if index != TAPS[place])
     meaning = f"output of block {indices[place] - 1} before norm"
     with pytest.raises(ContractError, match=rf"probe text 0: tap {place} \({meaning}\) differs by "):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def test_a_tap_changed_in_the_contract_alone_is_refused_by_the_config(tiny_target, folder):
     taps = [f"output of block {index} before norm" for index in (2, 3, 4)]
     edit_json(folder, "contract.json", taps=taps, tap_indices=[3, 4, 5])
     with pytest.raises(ContractError, match=r"config.json: eagle_aux_\w+ is 'absent', .*\[3, 4, 5\]"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def test_another_number_of_taps_is_refused_by_the_shape_of_fc(tiny_target, folder):
     retap(folder, 2, 4)
     with pytest.raises(ArtifactError, match=r"tensor fc.weight has shape \[64, 192\], expected \[64, 128\]"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 GRAPH_EDITS = {
@@ -167,15 +167,16 @@ def test_a_graph_that_is_not_the_configs_is_refused(tiny_target, folder, key):
     graph = json.loads((folder / "contract.json").read_text())["graph"]
     edit_json(folder, "contract.json", graph=graph | {key: GRAPH_EDITS[key]})
     with pytest.raises(ContractError, match=r"config\.json: \w+ is .* contract\.json says"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "medusa"}, "family is 'medusa'.*has 'eagle3'"),
+        ({"family": "medusa"}, r"graph\.fc_norm is unknown"),
+        ({"family": "oracle"}, "family is 'oracle', this code runs eagle3, medusa"),
         ({"feature_shift": 0}, "feature_shift is 0.* has 1"),
-        ({"rope": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope is .*rope_type 'default'"),
+        ({"rope": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope is .*rope_type default"),
         ({"rope": {"rope_type": "default", "rope_theta": 5e5}}, r"json: rope_parameters is .*500000\.0"),
         ({"graph": {"target_hidden_size": 64, "vocab_size": 512}}, r"graph\.draft_vocab_size is missing"),
         ({"draft_vocab_sha256": "x"}, "draft_vocab_sha256 is 'x'"),
@@ -184,7 +185,7 @@ def test_a_graph_that_is_not_the_configs_is_refused(tiny_target, folder, key):
 def test_contract_fields_this_code_cannot_run_are_named(tiny_target, folder, changes, message):
     edit_json(folder, "contract.json", **changes)
     with pytest.raises(ContractError, match=message):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 @pytest.mark.parametrize("key", ["layers", "num_taps"])
@@ -192,17 +193,17 @@ def test_unknown_and_inconsistent_graph_fields_are_named(tiny_target, folder, ke
     graph = json.loads((folder / "contract.json").read_text())["graph"]
     edit_json(folder, "contract.json", graph=graph | {key: 2})
     with pytest.raises(ContractError, match=rf"graph\.{key} is "):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def test_a_config_edited_by_hand_is_refused(tiny_target, folder):
     edit_json(folder, "config.json", head_dim=16)
     with pytest.raises(ContractError, match="config.json: head_dim is 16, contract.json says 24"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
     (folder / "config.json").write_text("{")
     reseal(folder)
     with pytest.raises(ArtifactError, match="config.json is not JSON"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def test_files_left_out_of_the_manifest_are_still_required(tiny_target, folder):
@@ -213,4 +214,4 @@ def test_files_left_out_of_the_manifest_are_still_required(tiny_target, folder):
         path.write_text(json.dumps(manifest))
         (folder / f"{name}.safetensors").unlink()
         with pytest.raises(ArtifactError, match=f"{name}.safetensors is missing"):
-            load_eagle3(folder, tiny_target)
+            load_drafter(folder, tiny_target)

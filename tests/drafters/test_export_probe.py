@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.errors import ArtifactError, ContractError
-from drafters.export import load_eagle3
+from drafters.export import load_drafter
 from drafters.export.probe import Probe, check_probe, make_probe
 from tests.drafters.export_setup import (
     OFFICIAL_NAMES,
@@ -35,7 +35,7 @@ def folder(exported, tmp_path) -> Path:
 def test_the_probe_sees_a_change_in_every_weight(tiny_target, folder, name):
     edit_tensors(folder, put(name, lambda tensor: tensor.flip(0)))
     with pytest.raises(ContractError, match="probe text 0: drafter logits differ by "):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def test_the_probe_counts_what_the_target_accepts(tiny_target, exported):
@@ -80,7 +80,7 @@ def test_a_changed_accepted_count_is_refused(tiny_target, folder):
 
     edit_tensors(folder, flip, "probe.safetensors")
     with pytest.raises(ContractError, match=rf"probe text {text}: \d+ positions accepted, recorded \d+"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def test_a_near_tie_may_fall_either_way(tiny_target, folder):
@@ -89,12 +89,12 @@ def test_a_near_tie_may_fall_either_way(tiny_target, folder):
         tensors["margin"][1, 4] = 1e-4
 
     edit_tensors(folder, flip, "probe.safetensors")
-    _, contract = load_eagle3(folder, tiny_target)
+    _, contract = load_drafter(folder, tiny_target)
     assert contract.tap_indices == TAPS
 
 
 def test_probe_replay_refuses_nan(tiny_target, exported):
-    drafter, _ = load_eagle3(exported, tiny_target)
+    drafter, _ = load_drafter(exported, tiny_target)
     probe = Probe.read(exported / "probe.safetensors")
     check_probe(probe, drafter, tiny_target, TAPS)
     with torch.no_grad():
@@ -113,16 +113,16 @@ def test_probe_replay_refuses_nan(tiny_target, exported):
 def test_a_malformed_probe_is_named(tiny_target, folder, edit, message):
     edit_tensors(folder, edit, "probe.safetensors")
     with pytest.raises(ArtifactError, match=message):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
     edit_tensors(folder, lambda tensors: None, "model.safetensors")
     (folder / "probe.safetensors").write_bytes(b"junk")
     reseal(folder)
     with pytest.raises(ArtifactError, match="probe.safetensors is not a safetensors file"):
-        load_eagle3(folder, tiny_target)
+        load_drafter(folder, tiny_target)
 
 
 def test_a_probe_of_another_model_is_refused(tiny_target, exported):
-    drafter, _ = load_eagle3(exported, tiny_target)
+    drafter, _ = load_drafter(exported, tiny_target)
     probe = Probe.read(exported / "probe.safetensors")
     for name in ("ids", "columns"):
         with pytest.raises(ContractError, match="do not fit this drafter"):

@@ -9,7 +9,7 @@ from drafters import store as store_module
 from drafters.batches import Batch, collate
 from drafters.errors import ArtifactError
 from drafters.features import CachedFeatures, OnlineFeatures
-from drafters.models.ttt import make_layout
+from drafters.models.layout import make_layout
 from tests.drafters.training_setup import make_records, new_drafter, run_settings
 
 TAPS = (2, 4, 5)

@@ -102,7 +102,7 @@ def test_gradient_is_the_sum_over_the_global_count(tiny_target, tmp_path, monkey
     real = trainer_module.Trainer._take_step
 
     def spy(self):
-        from drafters.models.ttt import make_layout
+        from drafters.models.layout import make_layout
 
         model = self.engine.module
         layouts = [make_layout(batch, 2) for batch in self.batches.step(0)]

@@ -7,7 +7,8 @@ import torch
 
 from drafters.batches import Batch
 from drafters.losses import Teacher
-from drafters.models.ttt import Features, TestTimeTraining, make_layout
+from drafters.models.layout import Features, make_layout
+from drafters.models.ttt import TestTimeTraining
 from tests.drafters.test_eagle3 import SHAPE, build
 
 DECAY = 0.8
@@ -69,7 +70,8 @@ def dense(drafter, batch: Batch, labels: Labels, steps: int):
         ids, answers = batch.ids[0][where], batch.loss_mask[0][where]
 
         def joined(hidden, token, position):
-            x = layer.inputs(drafter.embed(token.view(1, 1)), hidden.view(1, 1, -1))
+            x, residual = layer.inputs(drafter.embed(token.view(1, 1)), hidden.view(1, 1, -1))
+            assert torch.equal(residual[0, 0], hidden)  # EAGLE-3's residual stream
             at = torch.tensor([[position]])
             return layer.queries(x, at)[0, :, 0], *(t[0, :, 0] for t in layer.keys_values(x, at))
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from drafters.batches import collate
 from drafters.config import BuiltinData
 from drafters.features import CachedFeatures
-from drafters.models.ttt import make_layout
+from drafters.models.layout import make_layout
 from drafters.store import FOLDER
 from drafters.target import default_taps
 from runtime import pipeline

@@ -1,6 +1,6 @@
 """Exports in the ecosystem's own formats, one file per dialect."""
 
 from drafters.export.card import DataSummary
-from drafters.export.official import describe_drafter, export_eagle3, load_eagle3
+from drafters.export.native import describe_drafter, export_drafter, load_drafter
 
-__all__ = ["DataSummary", "describe_drafter", "export_eagle3", "load_eagle3"]
+__all__ = ["DataSummary", "describe_drafter", "export_drafter", "load_drafter"]

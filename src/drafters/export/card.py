@@ -11,6 +11,7 @@ from huggingface_hub import ModelCardData
 
 from drafters.contract import Contract
 from drafters.errors import ArtifactError
+from drafters.export.dialect import DIALECTS
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ def model_card(
         license="other" if license else None,
         license_name=license.lower() or None,
         library_name="outrider",
-        tags=["speculative-decoding", "eagle3", "drafter"],
+        tags=["speculative-decoding", contract.family, "drafter"],
     ).to_yaml()
     sections = [
         f"---\n{header}\n---",
-        f"# EAGLE-3 drafter for {name}",
+        f"# {DIALECTS[contract.family].title} drafter for {name}",
         "A drafter changes the speed of its target, never a token: the target checks every drafted token.",
         "## Acceptance",
         _acceptance(report),
@@ -112,9 +113,7 @@ def _fits(contract: Contract, name: str) -> str:
 
 def _use(contract: Contract) -> str:
     return (
-        "```\npython serve.py drafter.path=<this folder>\n```\n\nThe names and config.json follow the "
-        "official EAGLE-3 layout, which vLLM (`method: eagle3`) and SGLang (`--speculative-algorithm "
-        "EAGLE3`) read. With custom taps, SGLang needs `config.sglang.json` in place of `config.json`. No "
+        f"```\npython serve.py drafter.path=<this folder>\n```\n\n{DIALECTS[contract.family].use} No "
         f"engine run is part of this card. Exported by Outrider {contract.code_version}."
     )
 

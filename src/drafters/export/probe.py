@@ -9,11 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional
 
 from drafters.contract import describe_taps
 from drafters.errors import ArtifactError, ContractError
-from drafters.models.eagle3 import Eagle3Drafter
+from drafters.models.base import Drafter
 from drafters.target import Target
 
 PROBE_NAME = "probe.safetensors"
@@ -104,7 +103,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ArtifactError(f"{path} is not a safetensors file ({error}). Export it again.") from error
 
 
-def make_probe(drafter: Eagle3Drafter, target: Target, taps: tuple[int, ...]) -> Probe:
+def make_probe(drafter: Drafter, target: Target, taps: tuple[int, ...]) -> Probe:
     """Run the drafter, exactly as it will be loaded, on the probe texts; taps are `hidden_states` indices."""
     encoded = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     # One common length: no padding, so nothing about padding can make two runs differ.
@@ -122,7 +121,7 @@ def make_probe(drafter: Eagle3Drafter, target: Target, taps: tuple[int, ...]) ->
     return Probe(ids, columns, features, logits[..., columns], hits, margin, hits.sum(-1), dtype)
 
 
-def check_probe(probe: Probe, drafter: Eagle3Drafter, target: Target, taps: tuple[int, ...]) -> None:
+def check_probe(probe: Probe, drafter: Drafter, target: Target, taps: tuple[int, ...]) -> None:
     """Replay the probe; ContractError at the first text whose taps, logits or accepted count differ."""
     fits = int(probe.ids.max()) < target.vocab_size and probe.features.shape[2] == len(taps)
     if not fits or int(probe.columns.max()) >= drafter.shape.draft_vocab_size:
@@ -166,7 +165,7 @@ def _gap(found: Tensor, recorded: Tensor) -> float:
 
 @torch.no_grad()
 def _replay(
-    drafter: Eagle3Drafter, target: Target, ids: Tensor, taps: tuple[int, ...]
+    drafter: Drafter, target: Target, ids: Tensor, taps: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return features fp32 [N, L-1, S, F], logits fp32 [N, L-1, Vd], hits and margin [N, L-1], on the CPU."""
     ids = ids.to(target.device)
@@ -175,13 +174,12 @@ def _replay(
     mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device=ids.device).tril()
     tapped, last_hidden = target.hidden(ids, positions, mask, taps)
     tapped = tapped[:, :-1]
-    out = drafter.forward_layer(ids[:, 1:], drafter.fuse(tapped), positions[:, :-1], _attend_causal)
-    logits = drafter.logits(out).float()
+    logits = drafter.first_logits(ids, tapped, positions[:, :-1]).float()
     # Feature t and token t+1 predict token t+2, which the target itself chooses at position t+1.
     truth = target.logits(last_hidden[:, 1:])
     hits = drafter.draft_to_target(logits.argmax(-1)) == truth.argmax(-1)
     margin = torch.minimum(_margin(logits), _margin(truth))
-    states = tapped.unflatten(-1, (len(taps), -1))
+    states = tapped.view(rows, length - 1, len(taps), target.hidden_size)
     features = states[..., :: -(-states.shape[-1] // MAX_CHANNELS)].float()
     return features.cpu(), logits.cpu(), hits.cpu(), margin.cpu()
 
@@ -189,7 +187,3 @@ def _replay(
 def _margin(logits: Tensor) -> Tensor:
     top = logits.topk(2, dim=-1).values
     return (top[..., 0] - top[..., 1]) / logits.std()
-
-
-def _attend_causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)

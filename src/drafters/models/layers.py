@@ -10,6 +10,8 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
+INITIALIZER_STD = 0.02
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -19,6 +21,12 @@ class DraftHead(nn.Linear):
     def __init__(self, hidden_size: int, draft_vocab_size: int) -> None:
         super().__init__(hidden_size, draft_vocab_size, bias=False)
 
+    @torch.no_grad()
+    def borrow(self, weight: Tensor, t2d: Tensor) -> None:
+        """Hold the rows of the target's head [V, H] that the draft vocabulary t2d [V] keeps, frozen."""
+        self.weight.copy_(weight[t2d.to(weight.device)])
+        self.weight.requires_grad_(False)
+
     def forward(self, hidden: Tensor, loss: Callable[[Tensor, Tensor], tuple] | None = None) -> Tensor | tuple:
         """Map hidden [.., H] to logits [.., Vd], or return loss(hidden, weight) without keeping the logits.
 
@@ -27,6 +35,58 @@ class DraftHead(nn.Linear):
         if loss is not None:
             return loss(hidden, self.weight)
         return functional.linear(hidden, self.weight)
+
+
+class DraftRotary(LlamaRotaryEmbedding):
+    """Rotary positions whose frequencies stay fp32 when the drafter is cast: rounded ones send far positions astray."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DraftRotary:
+        kept = self.inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq = kept.to(self.inv_freq.device)
+        return self
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer that joins embedding and hidden in a way of its own; the caller supplies the attention.
+
+    A subclass has self_attn (q, k, v and o projections and their sizes), rotary, and what inputs() and finish() use.
+    """
+
+    self_attn: nn.Module
+    rotary: DraftRotary
+
+    def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and the residual stream, of embedding and hidden [B, T, H]."""
+        raise NotImplementedError
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Add attended [B, nq, T, d] and the MLP to residual [B, T, H]; returns the layer's output."""
+        raise NotImplementedError
+
+    def _heads(self, x: Tensor, count: int) -> Tensor:
+        return x.view(*x.shape[:-1], count, self.self_attn.head_dim).transpose(1, 2)
+
+    def _rotate(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        cos, sin = self.rotary(x, position_ids)
+        return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
+
+    def queries(self, joined: Tensor, position_ids: Tensor) -> Tensor:
+        """Return roped queries [B, nq, T, d] of attention inputs [B, T, ..] at position_ids [B, T]."""
+        attention = self.self_attn
+        return self._rotate(self._heads(attention.q_proj(joined), attention.num_heads), position_ids)
+
+    def keys_values(self, joined: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return roped keys and plain values, both [B, nkv, T, d], of attention inputs [B, T, ..]."""
+        attention = self.self_attn
+        keys = self._rotate(self._heads(attention.k_proj(joined), attention.num_kv_heads), position_ids)
+        return keys, self._heads(attention.v_proj(joined), attention.num_kv_heads)
+
+    def forward(self, embedding: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        """Run the layer on embedding and hidden [B, T, H]; attend maps (q, k, v) to [B, nq, T, d]."""
+        joined, residual = self.inputs(embedding, hidden)
+        keys, values = self.keys_values(joined, position_ids)
+        return self.finish(residual, attend(self.queries(joined, position_ids), keys, values))
 
 
 class Eagle3Attention(nn.Module):
@@ -44,7 +104,7 @@ class Eagle3Attention(nn.Module):
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(DraftLayer):
     """The one decoder layer of EAGLE-3; its residual stream is the un-normed hidden branch."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -55,37 +115,11 @@ class Eagle3Layer(nn.Module):
         self.self_attn = Eagle3Attention(config)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = DraftRotary(config)
 
-    def inputs(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        """Join normed embedding and normed hidden, both [B, T, H], into the attention input [B, T, 2H]."""
-        return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)
-
-    def _heads(self, x: Tensor, count: int) -> Tensor:
-        return x.view(*x.shape[:-1], count, self.self_attn.head_dim).transpose(1, 2)
-
-    def _rotate(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        cos, sin = self.rotary(x, position_ids)
-        return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
-
-    def queries(self, joined: Tensor, position_ids: Tensor) -> Tensor:
-        """Return roped queries [B, nq, T, d] of joined inputs [B, T, 2H] at position_ids [B, T]."""
-        attention = self.self_attn
-        return self._rotate(self._heads(attention.q_proj(joined), attention.num_heads), position_ids)
-
-    def keys_values(self, joined: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return roped keys and plain values, both [B, nkv, T, d], of joined inputs [B, T, 2H]."""
-        attention = self.self_attn
-        keys = self._rotate(self._heads(attention.k_proj(joined), attention.num_kv_heads), position_ids)
-        return keys, self._heads(attention.v_proj(joined), attention.num_kv_heads)
+    def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1), hidden
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Add attended [B, nq, T, d] and the MLP to residual [B, T, H]; returns the pre-norm output."""
         hidden = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-    def forward(self, embedding: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
-        """Run the layer on embedding and hidden [B, T, H]; attend maps (q, k, v) to [B, nq, T, d]."""
-        joined = self.inputs(embedding, hidden)
-        keys, values = self.keys_values(joined, position_ids)
-        return self.finish(hidden, attend(self.queries(joined, position_ids), keys, values))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drafters.models.eagle3 import Eagle3Drafter
+from drafters.models.recurrent import RecurrentDrafter
 from runtime.attention import grouped_attention
 from runtime.proposers.base import Budget, Held, Proposer
 from runtime.proposers.growth import draft_log_probs, fixed_shape, noise_at, rank
@@ -33,18 +33,17 @@ class EagleProposer(Proposer):
     (coupled drafting); rows verified by rejection get a tree drawn from the draft distribution.
     """
 
-    name = "eagle3"
-
     def __init__(
-        self, drafter: Eagle3Drafter, taps: tuple[int, ...], top_k: int, depth: int, trained_depth: int | None = None
+        self, drafter: RecurrentDrafter, taps: tuple[int, ...], top_k: int, depth: int, trained_depth: int | None = None
     ):
         self.drafter = drafter
+        self.name = drafter.family
         self.taps = taps
         self.top_k = min(top_k, drafter.shape.draft_vocab_size)
         self.depth = depth
         self.trained_depth = trained_depth
         self.scale = drafter.shape.head_dim**-0.5
-        self.device = drafter.norm.weight.device
+        self.device = drafter.d2t.device
         draft_ids = torch.arange(drafter.shape.draft_vocab_size, device=self.device)
         self.target_ids = drafter.draft_to_target(draft_ids)
         self._rows: dict[int, _Row] = {}
@@ -54,7 +53,7 @@ class EagleProposer(Proposer):
         self.slots = num_slots + self.top_k * self.depth
         # One slot more than is read takes the padding entries of shorter rows.
         size = (num_rows, shape.num_kv_heads, self.slots + 1, shape.head_dim)
-        self.keys = torch.zeros(size, dtype=self.drafter.norm.weight.dtype, device=self.device)
+        self.keys = torch.zeros(size, dtype=self.drafter.dtype, device=self.device)
         self.values = torch.zeros_like(self.keys)
 
     def start(self, row: int, prompt: list[int], token: int, taps: Tensor | None) -> None:

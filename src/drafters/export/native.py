@@ -1,0 +1,228 @@
+"""The native export of every family: a sealed folder in its ecosystem's own names, with contract and probe."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafters import artifacts
+from drafters.contract import CONTRACT_NAME, Contract, make_contract, read_contract, require_equal
+from drafters.errors import ArtifactError, ContractError
+from drafters.export.card import DataSummary, model_card
+from drafters.export.dialect import CONFIG_NAME, DIALECTS, EXPORT_DTYPE, VOCAB_NAME, Dialect
+from drafters.export.probe import PROBE_NAME, Probe, check_probe, make_probe, read_tensors
+from drafters.models import FAMILIES
+from drafters.models.base import Drafter, DrafterShape
+from drafters.target import Target
+from drafters.vocab import DraftVocab
+
+KIND = "export"
+FEATURE_SHIFT = 1
+_INTEGER_TENSORS = {"d2t": torch.int64, "t2d": torch.bool}
+
+
+def describe_drafter(
+    drafter: Drafter, target: Target, *, taps: tuple[int, ...], steps: int, max_length: int
+) -> Contract:
+    """Return the contract of a drafter with its draft vocabulary bound; taps are `hidden_states` indices."""
+    return make_contract(
+        target,
+        family=drafter.family,
+        graph=drafter.graph(drafter.shape, steps),
+        tap_indices=taps,
+        rope=drafter.rope(drafter.shape),
+        max_length=max_length,
+        draft_vocab_sha256=DraftVocab(drafter.d2t.cpu(), drafter.t2d.cpu()).sha256(),
+        feature_shift=FEATURE_SHIFT,
+    )
+
+
+def export_drafter(
+    drafter: Drafter,
+    target: Target,
+    contract: Contract,
+    dest: Path,
+    *,
+    command: str,
+    data: DataSummary | None = None,
+    report: dict[str, Any] | None = None,
+) -> Path:
+    """Write the drafter as a sealed folder of kind 'export' (bf16) and return its absolute path.
+
+    The weights are read back and compared bit for bit, and the probe is made from what was read back.
+    Raises ContractError when contract, drafter and target do not agree, ArtifactError on non-finite weights.
+    """
+    contract.check_target(target)
+    shape = shape_of(contract)
+    require_equal("family", contract.family, drafter.family, CONTRACT_NAME)
+    require_equal("graph", asdict(shape), asdict(drafter.shape), CONTRACT_NAME)
+    dialect = DIALECTS[contract.family]
+    tensors = _export_tensors(drafter)
+    _check_tensors(tensors, contract, dialect.weights)
+    _check_vocab(tensors, contract, dialect.weights)
+
+    def write(folder: Path) -> None:
+        for name, part in _files(tensors, dialect).items():
+            save_file(part, folder / name, metadata={"format": "pt"})
+        read_back = _read(folder, contract)
+        _check_same_bits(tensors, read_back, folder / dialect.weights)
+        for name, config in dialect.configs(contract, target).items():
+            artifacts.atomic_write_json(folder / name, config)
+        artifacts.atomic_write_json(folder / CONTRACT_NAME, contract.to_json())
+        make_probe(_build(contract, read_back, target), target, contract.tap_indices).save(folder / PROBE_NAME)
+        card = model_card(contract, target.config.license, command, data, report)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    return artifacts.write_folder(dest, write, KIND, {"family": contract.family})
+
+
+def load_drafter(folder: Path, target: Target) -> tuple[Drafter, Contract]:
+    """Load an export for `target`, in the target's dtype and on its device, with what it borrows bound.
+
+    Checks in this order and stops at the first failure: manifest (ArtifactError naming the file), contract,
+    target and config.json (ContractError naming the field), tensors (ArtifactError naming the tensor), probe.
+    """
+    folder = Path(folder)
+    artifacts.verify_folder(folder, KIND)
+    contract = read_contract(folder)
+    where = str(folder / CONTRACT_NAME)
+    contract.check_target(target, where)
+    shape_of(contract, where)
+    _check_config(folder / CONFIG_NAME, contract, target)
+    tensors = _read(folder, contract)
+    _check_tensors(tensors, contract, str(folder / DIALECTS[contract.family].weights))
+    _check_vocab(tensors, contract, where)
+    drafter = _build(contract, tensors, target)
+    check_probe(Probe.read(folder / PROBE_NAME), drafter, target, contract.tap_indices)
+    return drafter, contract
+
+
+def shape_of(contract: Contract, where: str = CONTRACT_NAME) -> DrafterShape:
+    """Return the drafter shape a contract records; ContractError names a field this code cannot run."""
+    if contract.family not in FAMILIES:
+        raise ContractError(
+            f"{where}: family is {contract.family!r}, this code runs {', '.join(FAMILIES)}. "
+            "Use the Outrider version that wrote it."
+        )
+    require_equal("feature_shift", contract.feature_shift, FEATURE_SHIFT, where)
+    shape = FAMILIES[contract.family].shape_from(contract.graph, contract.rope, where)
+    if "num_taps" in contract.graph:
+        require_equal("graph.num_taps", contract.graph["num_taps"], len(contract.tap_indices), where)
+    return shape
+
+
+def build(contract: Contract) -> Drafter:
+    """A drafter of the recorded shape, untrained and unbound."""
+    return FAMILIES[contract.family](shape_of(contract))
+
+
+def _files(tensors: dict[str, Tensor], dialect: Dialect) -> dict[str, dict[str, Tensor]]:
+    """Which file holds which tensor, under the ecosystem's names."""
+    if dialect.vocab_inside:
+        return {dialect.weights: {dialect.rename(name): tensor for name, tensor in tensors.items()}}
+    vocab = {name: tensors[name] for name in _INTEGER_TENSORS}
+    rest = {dialect.rename(name): tensor for name, tensor in tensors.items() if name not in vocab}
+    return {dialect.weights: rest, VOCAB_NAME: vocab}
+
+
+def _read(folder: Path, contract: Contract) -> dict[str, Tensor]:
+    """The tensors of an export under the drafter's own names; those it does not know keep the file's."""
+    dialect = DIALECTS[contract.family]
+    own = {dialect.rename(name): name for name in _expected(contract)}
+    found, _ = read_tensors(folder / dialect.weights)
+    tensors = {own.get(name, name): tensor for name, tensor in found.items()}
+    if not dialect.vocab_inside:
+        tensors |= read_tensors(folder / VOCAB_NAME)[0]
+    return tensors
+
+
+def _expected(contract: Contract) -> dict[str, Tensor]:
+    """The tensors an export of this contract has, without their numbers."""
+    with torch.device("meta"):
+        return build(contract).own_state()
+
+
+def _check_config(path: Path, contract: Contract, target: Target) -> None:
+    """Engines build the graph from config.json, we from contract.json: they must say the same."""
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing. Copy the folder again, or export it again.")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(
+            f"{path} is not JSON ({error}). Copy the folder again, or export it again."
+        ) from error
+    expected = DIALECTS[contract.family].configs(contract, target)[path.name]
+    # Which id ends a text is the target's business and changes no number of the drafter.
+    for key in sorted((set(found) | set(expected)) - {"bos_token_id", "eos_token_id"}):
+        mine, theirs = found.get(key, "absent"), expected.get(key, "absent")
+        if mine != theirs:
+            raise ContractError(
+                f"{path}: {key} is {mine!r}, {CONTRACT_NAME} says {theirs!r}. One of them was edited: copy "
+                "the folder again, or export it again."
+            )
+
+
+def _export_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in drafter.own_state().items():
+        dtype = _INTEGER_TENSORS.get(name, EXPORT_DTYPE)
+        tensors[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+    return tensors
+
+
+def _check_tensors(tensors: dict[str, Tensor], contract: Contract, where: str) -> None:
+    """Nothing missing, nothing unused, every shape and dtype as the graph says, every number finite."""
+    expected = _expected(contract)
+    remedy = "The folder is damaged or of another drafter: copy it again, or export it again."
+    for name in sorted(set(expected) | set(tensors)):
+        if name not in tensors:
+            raise ArtifactError(f"{where}: tensor {name} is missing. {remedy}")
+        if name not in expected:
+            raise ArtifactError(f"{where}: tensor {name} is not part of this graph. {remedy}")
+        tensor, size = tensors[name], list(expected[name].shape)
+        if list(tensor.shape) != size:
+            raise ArtifactError(
+                f"{where}: tensor {name} has shape {list(tensor.shape)}, expected {size}. {remedy}"
+            )
+        dtype = _INTEGER_TENSORS.get(name, EXPORT_DTYPE)
+        if tensor.dtype != dtype:
+            raise ArtifactError(f"{where}: tensor {name} is {tensor.dtype}, expected {dtype}. {remedy}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(
+                f"{where}: tensor {name} holds NaN or infinity. Train from an earlier checkpoint."
+            )
+
+
+def _check_vocab(tensors: dict[str, Tensor], contract: Contract, where: str) -> None:
+    digest = DraftVocab(tensors["d2t"], tensors["t2d"]).sha256()
+    require_equal("draft_vocab_sha256", contract.draft_vocab_sha256, digest, where)
+
+
+def _check_same_bits(written: dict[str, Tensor], read: dict[str, Tensor], path: Path) -> None:
+    for name in sorted(set(written) | set(read)):
+        same = name in written and name in read and written[name].dtype == read[name].dtype
+        if not (same and torch.equal(written[name].view(torch.uint8), read[name].view(torch.uint8))):
+            raise ArtifactError(
+                f"{path}: tensor {name} reads back other than written. Check the disk and run again."
+            )
+
+
+def _build(contract: Contract, tensors: dict[str, Tensor], target: Target) -> Drafter:
+    """Allocate as NaN, fill every parameter, cast to the target's dtype, and bind what is borrowed."""
+    drafter = build(contract)
+    drafter.bind_vocab(tensors["d2t"], tensors["t2d"])
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            parameter.fill_(float("nan"))
+            if name not in drafter.borrowed:
+                parameter.copy_(tensors[name])
+    drafter.to(target.device, target.dtype)
+    drafter.bind(target)
+    return drafter.eval()

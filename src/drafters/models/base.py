@@ -1,0 +1,190 @@
+"""What the pipeline asks of every drafter family; a family is one subclass of Drafter, one settings class, one YAML."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafters.batches import Batch
+from drafters.errors import ConfigError, ContractError
+from drafters.models.layout import Layout, make_layout
+
+if TYPE_CHECKING:
+    from drafters.config_drafter import DrafterConfig
+    from drafters.target import Target
+
+
+class DrafterShape(Protocol):
+    """A frozen dataclass of every size and graph flag: two equal shapes compute the same graph."""
+
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+
+
+def check_draft_vocab(shape: DrafterShape) -> None:
+    """Raise ConfigError when the draft vocabulary is larger than the target's."""
+    if shape.draft_vocab_size > shape.vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size is {shape.draft_vocab_size}, the target's vocabulary only "
+            f"{shape.vocab_size}. Set drafter.draft_vocab_size={shape.vocab_size} or less."
+        )
+
+
+class Drafter(nn.Module, ABC):
+    """A trainable drafter: its graph, its draft vocabulary, and what it borrows of the target."""
+
+    family: ClassVar[str]
+    shape_type: ClassVar[type]
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+        # A plain attribute: the target owns this tensor, so .to() must not copy it nor a save write it.
+        self.embedding: Tensor | None = None
+
+    # ---- from settings to a drafter
+
+    @classmethod
+    @abstractmethod
+    def shape_for(cls, cfg: DrafterConfig, target: Target) -> DrafterShape:
+        """The shape that the settings ask for; sizes left null are the target's."""
+
+    @staticmethod
+    @abstractmethod
+    def usual_taps(num_layers: int) -> tuple[int, ...]:
+        """The `hidden_states` indices it reads of a target of so many layers, in the order of its input."""
+
+    @classmethod
+    def taps_for(cls, cfg: DrafterConfig, target: Target) -> tuple[int, ...]:
+        """The `hidden_states` indices that the settings ask for."""
+        return cls.usual_taps(target.num_layers)
+
+    @classmethod
+    def graph(cls, shape: DrafterShape, steps: int) -> dict[str, Any]:
+        """What a contract records of the graph; steps: the draft steps it was trained for."""
+        return {name: value for name, value in asdict(shape).items() if name != "rope_theta"} | {"ttt_steps": steps}
+
+    @classmethod
+    def shape_from(cls, graph: dict[str, Any], rope: dict[str, Any], where: str) -> DrafterShape:
+        """The shape that a contract records; raises ContractError naming a field this code cannot run."""
+        fields = set(cls.shape_type.__dataclass_fields__)
+        wanted = fields - {"rope_theta"} | {"ttt_steps"}
+        for key in sorted(wanted ^ set(graph)):
+            problem = "is missing" if key in wanted else "is unknown to this code"
+            raise ContractError(f"{where}: field graph.{key} {problem}. Use the Outrider version that wrote it.")
+        sizes = {key: value for key, value in graph.items() if key != "ttt_steps"}
+        expected = {"rope_type", "rope_theta"} if "rope_theta" in fields else set()
+        if set(rope) != expected or (expected and rope["rope_type"] != "default"):
+            raise ContractError(
+                f"{where}: rope is {rope}, this code runs "
+                f"{'rope_type default with a rope_theta' if expected else 'this family without one'}. "
+                "Use the Outrider version that wrote it."
+            )
+        return cls.shape_type(**sizes, **({"rope_theta": rope["rope_theta"]} if expected else {}))
+
+    @classmethod
+    def rope(cls, shape: DrafterShape) -> dict[str, Any]:
+        """What a contract records of rotary positions; empty where the graph has none."""
+        theta = getattr(shape, "rope_theta", None)
+        return {} if theta is None else {"rope_type": "default", "rope_theta": theta}
+
+    @classmethod
+    def deepest(cls, graph: dict[str, Any]) -> int | None:
+        """The deepest draft that training made sound, from a contract's graph; None: no limit."""
+        return graph["ttt_steps"]
+
+    # ---- what it borrows
+
+    @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Names in state_dict() that bind() fills with the target's own weights; never saved, never trained."""
+        return ()
+
+    def bind(self, target: Target) -> None:
+        """Share what the drafter borrows of the target, after bind_vocab(); raises ContractError on another shape."""
+        self.bind_embedding(target.embed_weight)
+
+    def bind_embedding(self, weight: Tensor) -> None:
+        """Share the target's frozen input embedding [V, Ht]; raises ContractError on another shape."""
+        expected = (self.shape.vocab_size, self.embedding_size)
+        if tuple(weight.shape) != expected:
+            raise ContractError(
+                f"the target's embedding has shape {tuple(weight.shape)}, the drafter needs {expected}. "
+                f"Set drafter.hidden_size={weight.shape[1]} and train it for this target."
+            )
+        self.embedding = weight.detach()
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of the embeddings it reads."""
+        return self.shape.target_hidden_size
+
+    def bind_vocab(self, d2t: Tensor, t2d: Tensor) -> None:
+        """Copy the draft vocabulary, d2t offsets [Vd] and t2d flags [V]; raises ContractError on a misfit."""
+        expected = (self.shape.draft_vocab_size, self.shape.vocab_size)
+        if (d2t.numel(), t2d.numel()) != expected:
+            raise ContractError(
+                f"the draft vocabulary has d2t, t2d of {d2t.numel()}, {t2d.numel()} entries, the drafter "
+                f"needs {expected[0]}, {expected[1]}. Set drafter.draft_vocab_size={d2t.numel()}."
+            )
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Look ids [..] up in the target's embedding; returns [.., Ht] in the drafter's dtype."""
+        if self.embedding is None:
+            raise ContractError("the drafter has no embedding yet. Call bind(target).")
+        return functional.embedding(ids, self.embedding).to(self.dtype)
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What its layers compute in."""
+
+    def draft_to_target(self, ids: Tensor) -> Tensor:
+        """Map draft-vocabulary ids to target-vocabulary ids of the same shape."""
+        return ids + self.d2t[ids]
+
+    def own_state(self) -> dict[str, Tensor]:
+        """state_dict() without what is borrowed: what a checkpoint or an export holds."""
+        return {name: value for name, value in self.state_dict().items() if name not in self.borrowed}
+
+    def clone(self) -> Self:
+        """A copy that shares the borrowed embedding."""
+        return copy.deepcopy(self, {id(self.embedding): self.embedding})
+
+    # ---- training
+
+    def warm_start(self, target: Target, batch: Batch, taps: tuple[int, ...]) -> None:  # noqa: B027
+        """Start from the target's weights, where the family can; `batch` is a sample for scales."""
+
+    @abstractmethod
+    def training_graph(self, cfg: DrafterConfig) -> nn.Module:
+        """The module DeepSpeed trains: forward(layout, features) -> loss sum and fp32 statistics [4, steps].
+
+        The statistics' rows: loss sum, positions whose draft equals the target's choice, positions where every
+        draft so far did, supervised positions. A choice outside the draft vocabulary counts as a miss.
+        """
+
+    @classmethod
+    def layout(cls, batch: Batch, steps: int) -> Layout:
+        """Which positions of a batch take part in which of `steps` draft steps."""
+        return make_layout(batch, steps)
+
+    # ---- the probe
+
+    @abstractmethod
+    def first_logits(self, ids: Tensor, taps: Tensor, position_ids: Tensor) -> Tensor:
+        """Teacher-forced logits [N, L-1, Vd] of the first draft at positions 0..L-2.
+
+        ids [N, L]; taps [N, L-1, S*Ht] and position_ids [N, L-1] of positions 0..L-2. Row t drafts token t+2.
+        """

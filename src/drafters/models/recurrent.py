@@ -1,0 +1,71 @@
+"""Drafters that read their own last output: EAGLE and MTP, one layer run once per drafted token."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafters.models.base import Drafter
+from drafters.models.layers import Attend, DraftHead, DraftLayer
+
+if TYPE_CHECKING:
+    from drafters.config_drafter import RecurrentConfig
+    from drafters.models.ttt import TestTimeTraining
+
+
+class RecurrentDrafter(Drafter):
+    """Target features and the next token in, draft-vocabulary logits and the next step's features out."""
+
+    lm_head: DraftHead
+
+    @classmethod
+    def deepest(cls, graph: dict[str, Any]) -> int:
+        # A step of training-time test sees the steps before it, so one level more than it had steps is still sound.
+        return graph["ttt_steps"] + 1
+
+    @property
+    @abstractmethod
+    def layer(self) -> DraftLayer:
+        """The one decoder layer."""
+
+    @abstractmethod
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Turn tapped target features [.., S*Ht] into the layer's hidden input [.., H]."""
+
+    @abstractmethod
+    def feedback(self, out: Tensor) -> Tensor:
+        """Turn a layer output [.., H] into the hidden input of the next draft step."""
+
+    @abstractmethod
+    def before_head(self, out: Tensor) -> Tensor:
+        """Turn a layer output [.., H] into what lm_head reads."""
+
+    def logits(self, out: Tensor) -> Tensor:
+        """Map a layer output [.., H] to draft-vocabulary logits [.., Vd]."""
+        return self.lm_head(self.before_head(out))
+
+    def forward_layer(self, ids: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        """Run ids, position_ids [B, T] and hidden [B, T, H] through the layer; returns its output [B, T, H].
+
+        attend maps roped q [B, nq, T, d], k and v [B, nkv, T, d] to attended values [B, nq, T, d].
+        """
+        return self.layer(self.embed(ids), hidden, position_ids, attend)
+
+    def first_logits(self, ids: Tensor, taps: Tensor, position_ids: Tensor) -> Tensor:
+        return self.logits(self.forward_layer(ids[:, 1:], self.fuse(taps), position_ids, _causal))
+
+    def training_graph(self, cfg: RecurrentConfig) -> nn.Module:
+        return _training(self, cfg.ttt_decay)
+
+
+def _training(drafter: RecurrentDrafter, decay: float) -> TestTimeTraining:
+    from drafters.models.ttt import TestTimeTraining  # it needs this module's class
+
+    return TestTimeTraining(drafter, decay)
+
+
+def _causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
