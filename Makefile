@@ -18,9 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(PY) train.py
 
-# The fast tests; test-all adds the slow ones (the real target, end to end).
+# The fast tests, two files at a time; test-all adds the slow ones, which want the machine to themselves.
 test: setup
-	$(PY) -m pytest -m "not slow and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-all: setup
 	$(PY) -m pytest

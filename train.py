@@ -1,4 +1,4 @@
-"""Train one drafter, end to end: collect what is missing, train, export, measure. See --help."""
+"""Train one drafter, end to end: collect what is missing, train, export, measure; or explain a low tau. See --help."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ def main(run: TrainRun, console: Console) -> None:
         from drafters.plan import run_plan
 
         run_plan(run, console)
+    elif run.doctor is not None:
+        from runtime.diagnosis import run_doctor
+
+        run_doctor(run, console)
     else:
         from runtime.pipeline import run_train
 

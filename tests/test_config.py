@@ -199,13 +199,13 @@ NODES = "must be a whole number >= 1 or auto."
             "target.wheel.foo=3: target.wheel has no key 'foo'. "
             "Allowed: package, version, filename, sha256, gguf, gguf_sha256.",
         ),
-        ("train", ["trainer.epochs=abc"], "trainer.epochs=abc: must be a number > 0."),
+        ("train", ["trainer.epochs=abc"], "trainer.epochs=abc: must be a number >= 0."),
         ("train", ["trainer.max_steps=1.5"], "trainer.max_steps=1.5: must be a whole number >= 1 or null."),
         ("train", ["trainer.seed=null"], "trainer.seed=null: must be a whole number."),
         ("train", ["trainer.betas=3"], "trainer.betas=3: must be a list, each entry a number >= 0 and < 1."),
         ("train", ["plan=perhaps"], "plan=perhaps: must be true or false."),
         ("train", ["resume=maybe"], "resume=maybe: must be one of auto, never."),
-        ("serve", ["mode=http"], "mode=http: must be one of eval, generate, chat."),
+        ("serve", ["mode=http"], "mode=http: must be one of eval, compare, generate, chat."),
         ("serve", ["verification=fast"], "verification=fast: must be one of coupled, rejection, typical."),
         *(
             (script, [f"runtime.num_draft_tokens={value}"], f"runtime.num_draft_tokens={shown}: {NODES}")
@@ -217,7 +217,8 @@ NODES = "must be a whole number >= 1 or auto."
         (
             "train",
             ["drafter=eagle5"],
-            "drafter=eagle5: group 'drafter' has no such option. Did you mean drafter=eagle3? Allowed: eagle3.",
+            "drafter=eagle5: group 'drafter' has no such option. Did you mean drafter=eagle? "
+            "Allowed: eagle, eagle3, hydra, medusa, medusa2, mtp, small.",
         ),
         (
             "train",
@@ -269,6 +270,11 @@ def test_wrong_command_lines(script, overrides, answer):
         ("train", ["target.device=cuda:x"], ["target.device=cuda:x"]),
         ("train", ["target.device=cpu:1"], ["target.device=cpu:1"]),
         ("train", ["trainer.betas=[0.9]"], ["trainer.betas=[0.9]", "two numbers"]),
+        (
+            "train",
+            ["trainer.feature_store=shared", "trainer.features=online"],
+            ["trainer.feature_store=shared", "trainer.features=cached"],
+        ),
         ("train", ["drafter.curriculum=[0.6,0.3]"], ["drafter.curriculum=[0.6, 0.3]", "must rise"]),
         ("train", ["drafter.curriculum=[0.5,0.5]"], ["drafter.curriculum=[0.5, 0.5]", "must rise"]),
         ("train", ["drafter.curriculum=[1.5]"], ["drafter.curriculum=[1.5]", "> 0 and < 1"]),

@@ -57,6 +57,21 @@ def test_train_leaves_an_export_and_a_full_report(trained):
     assert 0 <= report["accepted"] + report["rounds"] - report["emitted"] <= report["prompts"]
     for name in ("model.safetensors", "config.json", "contract.json", "probe.safetensors", "README.md"):
         assert (trained / "train" / "export" / name).is_file()
+    facts = json.loads((trained / "train" / "export" / "training.json").read_text())
+    manifest = json.loads((trained / "answers" / "manifest.json").read_text())
+    # Four steps of one row, two of which hold all answers: each was trained on twice.
+    assert (facts["steps"], facts["distinct_tokens"]) == (4, manifest["counts"]["response_tokens"])
+    assert facts["train_tokens"] == 2 * facts["distinct_tokens"] and facts["train_minutes"] > 0
+
+
+def test_doctor_reads_the_runs_own_settings_and_leaves_its_findings_there(env, trained):
+    settings = (trained / "train" / "config.yaml").read_bytes()
+    # Another target and drafter are the command line's defaults: what the run says of itself holds.
+    out = run(env, "train.py", f"doctor={trained}/train", "eval.num_prompts=2", "eval.max_new_tokens=8",
+              f"output_dir={trained}/doctor")  # fmt: skip
+    findings = json.loads((trained / "train" / "doctor.json").read_text())["findings"]
+    assert all(finding["cause"] in out and finding["evidence"] and finding["advice"] for finding in findings)
+    assert (trained / "train" / "config.yaml").read_bytes() == settings
 
 
 def test_serve_measures_the_export_and_refuses_a_changed_one(env, trained, tmp_path):

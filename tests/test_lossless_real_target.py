@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from drafters.config import BuiltinData
 from drafters.corpus import load_prompts
+from drafters.export import load_drafter
 from runtime import Engine, SamplingParams
 from tests.test_real_target import KEPT, target  # noqa: F401 (a fixture)
 
@@ -49,3 +51,21 @@ def test_text_equals_seeded_plain_decoding(target, prompts, plain, temperature, 
     rounds = sum(result.stats.rounds for result in results)
     tau = sum(result.stats.emitted for result in results) / rounds
     assert tau > {"none": 0.99, "random": 0.99, "ngram": 1.05, "suffix": 1.05}.get(proposer, 1.3)
+
+
+def test_a_drafter_of_random_weights_changes_nothing_on_a_hundred_prompts(target):  # noqa: F811
+    kept, contract = load_drafter(KEPT, target)
+    drafter = kept.clone()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(std=0.05)
+    messages = [list(p.messages) for split in ("eval", "train") for p in load_prompts(BuiltinData(), split)][:100]
+    params = SamplingParams(24)
+    plain = Engine.load(target, "none", batch_size=4).generate(messages, params)
+    engine = Engine.load(target, (drafter, contract.tap_indices), batch_size=4, num_draft_tokens=8)
+    results = engine.generate(messages, params)
+    assert len(results) == 100
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    rounds = sum(result.stats.rounds for result in results)
+    assert sum(result.stats.emitted for result in results) / rounds < 1.1

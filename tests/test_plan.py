@@ -17,7 +17,8 @@ from drafters import plan as planning
 from drafters.config import Eagle3Config, TargetConfig
 from drafters.errors import TargetError
 from drafters.facts import CONFIG_NAMES, facts_from, known_facts, read_facts
-from drafters.plan import drafter_parameters, make_plan, mean_depth, memory_rows, run_plan, target_parameters
+from drafters.plan import drafter_parameters, make_plan, memory_rows, run_plan, target_parameters
+from drafters.plan_families import mean_depth
 from tests.helpers import settings
 
 GIB = 2**30

@@ -29,11 +29,13 @@ def outcome(monkeypatch, tmp_path, capsys):
     """Run a script in this process, in tmp_path, with the pipeline replaced by a recorder."""
     seen: list = []
     stub = types.ModuleType("runtime.pipeline")
-    plan = types.ModuleType("drafters.plan")
-    for module, name in ((stub, "run_train"), (stub, "run_distill"), (stub, "run_serve"), (plan, "run_plan")):
+    plan, doctor = types.ModuleType("drafters.plan"), types.ModuleType("runtime.diagnosis")
+    jobs = ((stub, "run_train"), (stub, "run_distill"), (stub, "run_serve"), (plan, "run_plan"), (doctor, "run_doctor"))
+    for module, name in jobs:
         setattr(module, name, lambda run, console, name=name: seen.append((name, run)))
     monkeypatch.setitem(sys.modules, "runtime.pipeline", stub)
     monkeypatch.setitem(sys.modules, "drafters.plan", plan)
+    monkeypatch.setitem(sys.modules, "runtime.diagnosis", doctor)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.chdir(tmp_path)
     root = logging.getLogger()
@@ -84,6 +86,18 @@ def test_plan_goes_to_the_plan_alone(outcome):
     status, seen, _, _ = outcome.run("train", "plan=true", "target=llama3-70b")
     assert status == 0
     assert [name for name, _ in seen] == ["run_plan"]
+
+
+def test_doctor_goes_to_the_doctor_alone_and_leaves_the_runs_settings(outcome):
+    folder = "outputs/eagle3-tiny-random"
+    assert outcome.run("train", "experiment=tiny")[0] == 0
+    kept = (outcome.folder / folder / "config.yaml").read_text()
+    for where in ((), (f"output_dir={folder}",)):
+        status, [(name, run)], _, err = outcome.run("train", "experiment=tiny", f"doctor={folder}", *where)
+        assert (status, name, run.doctor) == (0, "run_doctor", folder) and f"doctor: {folder}" in err
+        assert (outcome.folder / folder / "config.yaml").read_text() == kept
+    # What Hydra leaves of a doctor goes elsewhere unless output_dir says so.
+    assert (outcome.folder / "outputs/doctor-eagle3-tiny-random/train.log").exists()
 
 
 @pytest.mark.parametrize(

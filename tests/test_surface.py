@@ -22,15 +22,20 @@ SETTINGS = {
     "train": """
         drafter: family draft_vocab_size ttt_steps ttt_decay curriculum fc_norm norm_output hidden_size
         drafter: intermediate_size num_heads num_kv_heads head_dim taps warm_start train_lm_head
+        drafter: native num_layers layers
+        drafter: head_decay own_heads prefix
+        drafter: lora_rank lora_alpha lora_dropout lora_targets kl_weight heads_weight heads_schedule heads_warmup
+        drafter: heads_lr_multiplier
+        drafter: objective jsd_beta lk_decay feature_weight logit_weight feature_noise
         data: source responses num_prompts max_prompt_tokens max_new_tokens temperature seed batch_size
         data: eval_prompts user_temperature path dataset split config revision columns
-        trainer: epochs max_steps max_records tokens_per_step row_length features learning_rate betas weight_decay
-        trainer: warmup_ratio min_lr_ratio clip_grad dtype eval_every save_every log_every seed num_threads
+        trainer: epochs max_steps max_records tokens_per_step row_length features feature_store learning_rate betas
+        trainer: weight_decay warmup_ratio min_lr_ratio clip_grad dtype eval_every save_every log_every seed num_threads
         deepspeed: zero_stage
-        runtime: num_draft_tokens depth top_k batch_size max_length debug
+        runtime: num_draft_tokens depth top_k tree batch_size max_length debug
         eval: prompts num_prompts max_new_tokens compare_transformers check_identity
         logger: wandb project run_name
-        .: output_dir resume init_from plan
+        .: output_dir resume init_from plan doctor
     """,
     "distill": """
         data: source responses num_prompts max_prompt_tokens max_new_tokens temperature seed batch_size
@@ -39,11 +44,11 @@ SETTINGS = {
     """,
     "serve": """
         drafter: path
-        runtime: num_draft_tokens depth top_k batch_size max_length debug
+        runtime: num_draft_tokens depth top_k tree batch_size max_length debug
         eval: prompts num_prompts max_new_tokens compare_transformers check_identity
         sampling: temperature seed top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
         sampling: min_tokens
-        .: verification mode prompt output_dir
+        .: verification mode drafters prompt output_dir
     """,
 }
 
@@ -74,6 +79,8 @@ def test_settings_keep_their_names(script):
         ("serve", "target=tiny-random drafter.path=conf mode=eval eval.prompts=pyproject.toml eval.num_prompts=2"),
         ("serve", "drafter.path=none eval.max_new_tokens=3 sampling.temperature=0.5 sampling.seed=7 output_dir=D"),
         ("serve", "drafter.path=ngram mode=chat"),
+        ("serve", "mode=compare drafters=[conf,ngram,conf+suffix,none] eval.num_prompts=2 sampling.top_p=0.9"),
+        ("train", "target=tiny-random drafter=eagle3 doctor=conf data.responses=conf output_dir=D"),
         ("serve", "mode=generate prompt=hello"),
     ],
 )

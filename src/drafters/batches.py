@@ -181,10 +181,7 @@ class Batches:
         self._epochs: dict[int, list[tuple[int, ...]]] = {}
         self._starts = [0]
         self.rows_per_epoch = len(self._epoch(0))
-        self.supervised_tokens = sum(
-            min(len(records[i].response_ids), self.row_length - len(records[i].prompt_ids))
-            for i in self.fit.usable
-        )
+        self.supervised_tokens = sum(self._supervised(i) for i in self.fit.usable)
         self.rows_per_step = max(1, round(cfg.tokens_per_step * self.rows_per_epoch / self.supervised_tokens))
         if self.fit.truncated or self.fit.dropped:
             log.warning(
@@ -196,10 +193,14 @@ class Batches:
             )
 
     def steps(self, epochs: float) -> int:
-        """Return the number of steps that cover `epochs` passes over the records, rounded up."""
+        """Return the number of steps that cover `epochs` passes over the records, rounded up; 0 for none."""
         whole, part = int(epochs), epochs - int(epochs)
         rows = self._start_of(whole) + (math.ceil(part * len(self._epoch(whole))) if part else 0)
-        return max(1, math.ceil(rows / self.rows_per_step))
+        return max(1, math.ceil(rows / self.rows_per_step)) if epochs else 0
+
+    def seen(self, steps: int) -> int:
+        """Return the supervised tokens of the first `steps` optimiser steps of all ranks, one seen twice counted twice."""
+        return sum(self._supervised(i) for step in range(steps) for row in self.rows(step) for i in row)
 
     def rows(self, index: int) -> list[tuple[int, ...]]:
         """Return all rows (tuples of record indices) of optimiser step `index`, those of every rank."""
@@ -220,6 +221,10 @@ class Batches:
     def epoch_of(self, index: int) -> int:
         """Return the epoch in which optimiser step `index` begins."""
         return self._locate(index * self.rows_per_step)[0]
+
+    def _supervised(self, record: int) -> int:
+        found = self.records[record]
+        return min(len(found.response_ids), self.row_length - len(found.prompt_ids))
 
     def _epoch(self, epoch: int) -> list[tuple[int, ...]]:
         if epoch not in self._epochs:

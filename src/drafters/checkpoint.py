@@ -30,12 +30,17 @@ RANDOM = "random.safetensors"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: `step` optimiser steps are done; `run` holds the settings every one of them depended on."""
+    """Where a run stands: `step` optimiser steps are done; `run` holds the settings every one of them depended on.
+
+    seconds, cpu_seconds: time the steps took, see TrainingFacts; None in a checkpoint older than these fields.
+    """
 
     step: int
     best_value: float | None
     best_step: int | None
     run: dict[str, Any]
+    seconds: float | None = None
+    cpu_seconds: float | None = None
 
     def check(self, run: dict[str, Any], where: str) -> None:
         """Refuse with ContractError at the first setting that differs between this checkpoint and the run now."""

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.tree import Tree
 
 from drafters.artifacts import atomic_write_text
-from drafters.config import GROUPS, RUNS, Section
+from drafters.config import GROUPS, RUNS, Section, TrainRun
 from drafters.config_check import describe, keys, no_value, to_dict, unknown_key, validate
 from drafters.config_store import register
 from drafters.errors import ConfigError, OutriderError
@@ -51,6 +51,8 @@ def job(body: Callable[[Any, Console], None]) -> Callable[[DictConfig], None]:
             run = validate(cfg)
             if os.environ.get("RANK", "0") == "0":
                 announce(run, Console(stderr=True))
+                if not (isinstance(run, TrainRun) and run.doctor is not None):  # which may look at output_dir's run
+                    save(run)
             body(run, Console())
         except OutriderError as error:
             raise _Stopped from error
@@ -111,16 +113,23 @@ def fail(message: str, status: int) -> None:
 
 
 def announce(run: Section, console: Console) -> None:
-    """Show the effective settings (a tree on a terminal, YAML elsewhere) and save them as output_dir/config.yaml."""
+    """Show the effective settings: a tree on a terminal, YAML elsewhere."""
     settings = to_dict(run)
-    text = OmegaConf.to_yaml(OmegaConf.create(settings))
-    folder = Path(run.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(folder / "config.yaml", text)
     if console.is_terminal:
         console.print(_tree(settings, Tree("settings")))
     else:
-        console.print(text, soft_wrap=True, markup=False, highlight=False)
+        console.print(_yaml(settings), soft_wrap=True, markup=False, highlight=False)
+
+
+def save(run: Section) -> None:
+    """Keep the effective settings as output_dir/config.yaml."""
+    folder = Path(run.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(folder / "config.yaml", _yaml(to_dict(run)))
+
+
+def _yaml(settings: dict[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(settings))
 
 
 def _tree(settings: dict[str, Any], tree: Tree) -> Tree:

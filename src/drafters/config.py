@@ -13,7 +13,16 @@ from typing import Any
 from omegaconf import MISSING
 
 from drafters.config_base import Section, option
-from drafters.config_drafter import DrafterConfig, Eagle3Config
+from drafters.config_drafter import (
+    DrafterConfig,
+    Eagle3Config,
+    EagleConfig,
+    HydraConfig,
+    Medusa2Config,
+    MedusaConfig,
+    MtpConfig,
+    SmallConfig,
+)
 
 # ---- target
 
@@ -134,12 +143,15 @@ class HubData(DataConfig):
 class TrainerConfig(Section):
     """Optimiser, schedule, cadence."""
 
-    epochs: float = option(3.0, above=0.0)
+    epochs: float = option(3.0, low=0.0)  # 0 exports what the run starts from: drafter.native=true or init_from
     max_steps: int | None = option(None, low=1)  # null: as many as epochs asks for
     max_records: int | None = option(None, low=1)  # train on the first so many responses; null: on all
     tokens_per_step: int = option(320, low=1)  # response tokens per optimiser step, all ranks together
     row_length: int = option(1024, low=8)  # tokens of one packed row
     features: str = option("online", choices=("online", "cached"))  # cached: taps of each row are stored once
+    # Folder of the store; null: output_dir/features, with this family's taps alone. A folder given here also keeps what
+    # the other families tap, so that their runs need not run the target again.
+    feature_store: str | None = None
     learning_rate: float = option(2.0e-3, above=0.0)
     betas: list[float] = option([0.9, 0.95], low=0.0, below=1.0)
     weight_decay: float = option(0.0, low=0.0)
@@ -173,6 +185,9 @@ class LoggerConfig(Section):
 # ---- runtime and evaluation
 
 
+TREES = ("dynamic", "static")
+
+
 @dataclass
 class RuntimeConfig(Section):
     """Tree drafting."""
@@ -181,6 +196,9 @@ class RuntimeConfig(Section):
     num_draft_tokens: Any = option("auto", low=1, words=("auto",))  # OmegaConf 2.3 cannot merge int | str
     depth: int = option(5, low=1)
     top_k: int = option(4, low=1)
+    # Of drafters with heads (medusa, hydra): dynamic, each round the likeliest nodes; static, at temperature 0 one
+    # shape, the best by what each head got right on held-out text.
+    tree: str = option("dynamic", choices=TREES)
     batch_size: int = option(1, low=1)
     max_length: int | None = option(None, low=2)  # cache slots per row; null: as long as the prompts need
     debug: bool = False  # after every round compute everything that is kept again from the text, and compare: slow
@@ -234,6 +252,7 @@ class TrainRun(Section):
     resume: str = option("auto", choices=("auto", "never"))
     init_from: str | None = None  # an export or checkpoint folder: its weights only
     plan: bool = False  # print memory, storage and time, load no weight
+    doctor: str | None = None  # a training run's folder or an export: say why its tau is low, train nothing
 
 
 @dataclass
@@ -265,7 +284,8 @@ class ServeRun(Section):
     sampling: SamplingConfig = MISSING
     # How drafts are accepted. coupled: the text of plain decoding; rejection: its distribution; typical: lossy.
     verification: str = option("coupled", choices=("coupled", "rejection", "typical"))
-    mode: str = option("eval", choices=("eval", "generate", "chat"))
+    mode: str = option("eval", choices=("eval", "compare", "generate", "chat"))
+    drafters: list[str] = option([])  # for mode=compare: what is compared, each as drafter.path
     prompt: str | None = None  # for mode=generate
     output_dir: str = MISSING
 
@@ -277,6 +297,14 @@ GROUPS = {
     "serve": ("target", "runtime", "eval", "experiment"),
 }
 FAMILIES: dict[str, dict[str, type[Section]]] = {
-    "drafter": {"eagle3": Eagle3Config},
+    "drafter": {
+        "eagle": EagleConfig,
+        "eagle3": Eagle3Config,
+        "hydra": HydraConfig,
+        "medusa": MedusaConfig,
+        "medusa2": Medusa2Config,
+        "mtp": MtpConfig,
+        "small": SmallConfig,
+    },
     "data": {"builtin": BuiltinData, "magpie": MagpieData, "jsonl": JsonlData, "hub": HubData},
 }

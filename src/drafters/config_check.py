@@ -21,9 +21,19 @@ from drafters.config import (
     TrainRun,
 )  # fmt: skip
 from drafters.config_base import Section
-from drafters.config_drafter import Eagle3Config, LayerSizes, RecurrentConfig
+from drafters.config_drafter import (
+    DrafterConfig,
+    Eagle3Config,
+    EagleConfig,
+    HydraConfig,
+    InnerSizes,
+    Medusa2Config,
+    MedusaConfig,
+    RecurrentConfig,
+)
+from drafters.config_serve import check_serve
+from drafters.config_start import check_start
 from drafters.config_store import target_name
-from drafters.drafter_path import parse_drafter_path
 from drafters.errors import ConfigError
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -179,7 +189,7 @@ def check(run: TrainRun | DistillRun | ServeRun) -> None:
     if isinstance(run, TrainRun | ServeRun):
         _check_runtime(run)
     if isinstance(run, ServeRun):
-        _check_serve(run)
+        check_serve(run)
 
 
 def _check_ranges(section: Section, prefix: str) -> None:
@@ -246,7 +256,15 @@ def _check_data(run: TrainRun | DistillRun) -> None:
 
 def _check_train(run: TrainRun) -> None:
     _check_file(run.init_from, "init_from", "folder")
+    _check_file(run.doctor, "doctor", "folder")
+    if run.doctor is not None and run.plan:
+        raise ConfigError(f"plan=true and doctor={run.doctor} are two different jobs. Set one of them.")
     trainer, drafter = run.trainer, run.drafter
+    if trainer.feature_store is not None and trainer.features != "cached":
+        raise ConfigError(
+            f"trainer.feature_store={trainer.feature_store} is read with trainer.features=cached only, but it is "
+            f"{trainer.features}. Set trainer.features=cached, or trainer.feature_store=null."
+        )
     if len(trainer.betas) != 2:
         raise ConfigError(f"trainer.betas={trainer.betas}: must be two numbers. Set trainer.betas=[0.9,0.95].")
     if isinstance(drafter, RecurrentConfig) and drafter.curriculum != sorted(set(drafter.curriculum)):
@@ -257,13 +275,60 @@ def _check_train(run: TrainRun) -> None:
             f"drafter.draft_vocab_size={drafter.draft_vocab_size} is more than the {shape.vocab_size} tokens of "
             f"target {run.target.name!r}. Set drafter.draft_vocab_size={shape.vocab_size} or less."
         )
-    if isinstance(drafter, LayerSizes):
+    _check_objective(drafter)
+    _check_warm_start(drafter)
+    if isinstance(drafter, Medusa2Config):
+        _check_tuning(run, drafter)
+    check_start(run)
+    if isinstance(drafter, InnerSizes):
         _check_sizes(drafter)
     if isinstance(drafter, Eagle3Config):
         _check_taps(drafter, run.target)
 
 
-def _check_sizes(drafter: LayerSizes) -> None:
+def _check_objective(drafter: DrafterConfig) -> None:
+    defaults = type(drafter)()
+    for name, objective in (("jsd_beta", "jsd"), ("lk_decay", "lk")):
+        value = getattr(drafter, name)
+        if value != getattr(defaults, name) and drafter.objective != objective:
+            raise ConfigError(
+                f"drafter.{name}={value} is read by drafter.objective={objective} only, but drafter.objective is "
+                f"{drafter.objective}. Set drafter.objective={objective}, or leave drafter.{name} out."
+            )
+    if isinstance(drafter, EagleConfig) and drafter.feature_weight == drafter.logit_weight == 0:
+        raise ConfigError(
+            "drafter.feature_weight and drafter.logit_weight are both 0: nothing would be trained. Set one of them "
+            "above 0."
+        )
+
+
+def _check_warm_start(drafter: DrafterConfig) -> None:
+    if not isinstance(drafter, MedusaConfig | HydraConfig) or drafter.warm_start or drafter.own_heads:
+        return
+    if isinstance(drafter, MedusaConfig) or not drafter.prefix:
+        raise ConfigError(
+            f"drafter.warm_start=false has nothing to do in drafter={drafter.family} with drafter.own_heads=false: its "
+            "heads read the target's own output head. Set drafter.own_heads=true, or leave drafter.warm_start out."
+        )
+
+
+def _check_tuning(run: TrainRun, drafter: Medusa2Config) -> None:
+    """What does not go together with training an adapter of the target."""
+    if run.trainer.features == "cached":
+        raise ConfigError(
+            f"trainer.features=cached keeps what a frozen target says, but drafter={drafter.family} trains the target "
+            "too. Set trainer.features=online."
+        )
+    if run.deepspeed.zero_stage == 3:
+        raise ConfigError(
+            f"deepspeed.zero_stage=3 scatters weights, but those of drafter={drafter.family}'s adapter are part of the "
+            "target, which is whole on every device. Set deepspeed=zero2 or less."
+        )
+    if drafter.lora_targets == []:
+        raise ConfigError("drafter.lora_targets=[] tunes nothing. Set names such as [q_proj,v_proj], or null for all.")
+
+
+def _check_sizes(drafter: InnerSizes) -> None:
     heads, groups = drafter.num_heads, drafter.num_kv_heads
     if heads is not None and groups is not None and heads % groups:
         raise ConfigError(
@@ -289,25 +354,14 @@ def _check_runtime(run: TrainRun | ServeRun) -> None:
     _check_file(run.eval.prompts, "eval.prompts", "file")
     runtime = run.runtime
     if runtime.num_draft_tokens == "auto":
+        if runtime.tree == "static":
+            raise ConfigError(
+                "runtime.tree=static needs a number of nodes, but runtime.num_draft_tokens=auto. Set "
+                "runtime.num_draft_tokens=16, or runtime.tree=dynamic."
+            )
         return
     if runtime.num_draft_tokens > 1 and runtime.depth > runtime.num_draft_tokens - 1:
         raise ConfigError(
             f"runtime.depth={runtime.depth} needs runtime.num_draft_tokens >= {runtime.depth + 1} (root included), "
             f"but it is {runtime.num_draft_tokens}. Raise it, or set runtime.depth={runtime.num_draft_tokens - 1}."
-        )
-
-
-def _check_serve(run: ServeRun) -> None:
-    if run.drafter.path is not None:
-        parse_drafter_path(run.drafter.path)
-    if run.sampling.min_tokens > run.eval.max_new_tokens:
-        raise ConfigError(
-            f"sampling.min_tokens={run.sampling.min_tokens} is more than "
-            f"eval.max_new_tokens={run.eval.max_new_tokens}. Lower it, or raise eval.max_new_tokens."
-        )
-    if run.mode == "generate" and not run.prompt:
-        raise ConfigError('mode=generate needs a prompt, but prompt is empty. Set prompt="...".')
-    if run.mode != "generate" and run.prompt is not None:
-        raise ConfigError(
-            f"prompt={run.prompt!r} is read by mode=generate only, but mode={run.mode}. Set mode=generate."
         )

@@ -22,6 +22,7 @@ def register() -> None:
             store.store(group=f"schema/{group}", name=name, node=node)
     resolvers = {
         "target_name": lambda *, _root_: _name_of(_root_),
+        "doctor_prefix": lambda *, _root_: "" if _root_.doctor is None else "doctor-",
         "path_name": path_name,
         "file_name": lambda path: Path(path).name,
         "folder_of": lambda path: str(Path(path).parent),

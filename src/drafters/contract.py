@@ -47,6 +47,8 @@ _WAY_OUT = {
     "dtype": "Set target.dtype={value}, or train anew in another output_dir.",
     "rope": "Use the rope settings it was made with, or train anew.",
     "max_length": "Set trainer.row_length={value}, or train anew in another output_dir.",
+    "adapter_sha256": "A drafter fits the target it was trained with, tuned or not: give its export's folder, which "
+    "tunes the target itself, and join only drafters of the same adapter.",
     "draft_vocab_sha256": "Use the responses and drafter.draft_vocab_size it was made with, or train anew.",
 }
 
@@ -57,7 +59,8 @@ class Contract:
 
     taps names each tapped state by meaning, tap_indices gives the same as HF `hidden_states` indices;
     feature_shift is how many tokens the paired embedding is ahead of the feature; max_length is in tokens.
-    `target` and `code_version` are labels: a target is recognised by its hashes.
+    `target` and `code_version` are labels: a target is recognised by its hashes. adapter_sha256: of the adapter that
+    tunes the target, "" and left out of the JSON where there is none.
     """
 
     family: str
@@ -76,10 +79,12 @@ class Contract:
     draft_vocab_sha256: str
     code_version: str
     format_version: int = FORMAT_VERSION
+    adapter_sha256: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict of JSON values; `from_json` gives back an equal contract."""
-        return asdict(self) | {"taps": list(self.taps), "tap_indices": list(self.tap_indices)}
+        values = asdict(self) | {"taps": list(self.taps), "tap_indices": list(self.tap_indices)}
+        return {name: value for name, value in values.items() if (name, value) != ("adapter_sha256", "")}
 
     @classmethod
     def from_json(cls, raw: Any, where: str = CONTRACT_NAME) -> Contract:
@@ -94,6 +99,7 @@ class Contract:
                 f"{where}: format_version is {raw['format_version']!r}, this code reads {FORMAT_VERSION}. "
                 f"{_WAY_OUT['format_version']}"
             )
+        raw = {"adapter_sha256": "", **raw}
         names = {field.name: _JSON_TYPES[field.type] for field in fields(cls)}
         for name, kind in names.items():
             if name not in raw:
@@ -113,14 +119,14 @@ class Contract:
 
     def compare(self, other: Contract, where: str) -> None:
         """Raise ContractError at the first field in which `self`, found at `where`, and `other` differ."""
-        mine, theirs = self.to_json(), other.to_json()
+        mine, theirs = (each.to_json() | {"adapter_sha256": each.adapter_sha256} for each in (self, other))
         for name in mine:
             # Not compared: an upgrade that changes no number must not void trained drafters.
             if name != "code_version":
                 require_equal(name, mine[name], theirs[name], where)
 
     def check_target(self, target: Target, where: str = CONTRACT_NAME) -> None:
-        """Refuse with ContractError unless `target` has the recorded hashes, sizes and taps."""
+        """Refuse with ContractError unless `target`, tuned or not, has the recorded hashes, sizes and taps."""
         found = target.fingerprint
         for name in TARGET_HASHES:
             require_equal(name, getattr(self, name), found[name], where)
@@ -136,6 +142,11 @@ class Contract:
                 f"{list(meaning)} in this target of {target.num_layers} blocks. The record was edited: "
                 "restore it, or train anew."
             )
+
+    def check_adapter(self, target: Target, where: str = CONTRACT_NAME) -> None:
+        """Refuse with ContractError unless `target` is tuned by the recorded adapter, or by none if there is none."""
+        found = target.fingerprint.get("adapter_sha256", "")
+        require_equal("adapter_sha256", self.adapter_sha256 or "none", found or "none", where)
 
 
 def make_contract(
@@ -246,14 +257,15 @@ def hash_weights(folder: Path) -> str:
     """
     folder = Path(folder)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        entries = [entry for path in _weight_files(folder) for entry in _hash_tensors(path, pool)]
+        entries = [entry for path in weight_files(folder) for entry in _hash_tensors(path, pool)]
     names = [entry[0] for entry in entries]
     if len(set(names)) != len(names):
         raise TargetError(f"{folder}: two safetensors files hold the same tensor. Save the model again.")
     return _hash_json(sorted(entries))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder; raises TargetError naming one that is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

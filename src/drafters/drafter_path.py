@@ -20,8 +20,8 @@ class DrafterPart:
     folder: Path | None = None
 
 
-def parse_drafter_path(path: str) -> tuple[DrafterPart, ...]:
-    """The drafters a drafter.path names, in order; raises ConfigError naming the part that cannot be.
+def parse_drafter_path(path: str, setting: str = "drafter.path") -> tuple[DrafterPart, ...]:
+    """The drafters a drafter.path names, in order; raises ConfigError naming the part that cannot be, and `setting`.
 
     A folder that exists may have + in its name: from the left, the longest run of parts that is a folder is one.
     """
@@ -31,15 +31,15 @@ def parse_drafter_path(path: str) -> tuple[DrafterPart, ...]:
         size = next((n for n in range(len(pieces), 0, -1) if _part("+".join(pieces[:n])) is not None), None)
         if size is None:
             raise ConfigError(
-                f"drafter.path={path}: {_wrong(pieces[0])} (looked in {Path.cwd()}). Set drafter.path to {CHOICES}."
+                f"{setting}={path}: {_wrong(pieces[0])} (looked in {Path.cwd()}). Set {setting} to {CHOICES}."
             )
         parts.append(_part("+".join(pieces[:size])))
         pieces = pieces[size:]
     twice = next((part for index, part in enumerate(parts) if part in parts[:index]), None)
     if twice is not None:
-        raise ConfigError(f"drafter.path={path} names {twice.folder or twice.kind} twice. Name each drafter once.")
+        raise ConfigError(f"{setting}={path} names {twice.folder or twice.kind} twice. Name each drafter once.")
     if len(parts) > 1 and DrafterPart("none") in parts:
-        raise ConfigError(f"drafter.path={path}: none drafts nothing and cannot be joined. Leave it out.")
+        raise ConfigError(f"{setting}={path}: none drafts nothing and cannot be joined. Leave it out.")
     return tuple(parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -80,30 +80,39 @@ def engine_config(cfg: TrainRun, accumulation: int) -> dict[str, Any]:
     }
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group trainable parameters: matrices decay, norm weights do not."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in trainable if p.dim() > 1], [p for p in trainable if p.dim() == 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+def parameter_groups(
+    model: nn.Module, weight_decay: float, rate_group: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    """Group trainable parameters: matrices decay, norm weights and biases do not; `rate_group` of each by its name."""
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((rate_group(name), parameter.dim() > 1), []).append(parameter)
+    return [
+        {"params": groups[key], "weight_decay": weight_decay if key[1] else 0.0, "rate_group": key[0]}
+        for key in sorted(groups, key=lambda key: (key[0], not key[1]))
+    ]
 
 
-def make_engine(model: nn.Module, cfg: TrainRun, accumulation: int) -> DeepSpeedEngine:
-    """Wrap the training graph; the process group must exist."""
+def make_engine(
+    model: nn.Module, cfg: TrainRun, accumulation: int, rate_group: Callable[[str], str]
+) -> DeepSpeedEngine:
+    """Wrap the training graph; the process group must exist. rate_group: see Drafter.rate_group."""
     import deepspeed
 
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=parameter_groups(model, cfg.trainer.weight_decay),
+        model_parameters=parameter_groups(model, cfg.trainer.weight_decay, rate_group),
         config=engine_config(cfg, accumulation),
         dist_init_required=False,
     )
     return engine
 
 
-def set_learning_rate(engine: DeepSpeedEngine, value: float) -> None:
-    """Set the learning rate of every parameter group."""
+def set_learning_rate(engine: DeepSpeedEngine, value: float, rates: Mapping[str, float]) -> None:
+    """Set the learning rate of every parameter group to `value` times what `rates` has for its rate_group."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * rates[group["rate_group"]]
 
 
 def gradient_norm(engine: DeepSpeedEngine) -> Tensor | None:

@@ -11,7 +11,7 @@ from drafters.config import TargetConfig, TargetFacts
 from drafters.errors import TargetError
 
 if TYPE_CHECKING:
-    from drafters.config_drafter import LayerSizes
+    from drafters.config_drafter import InnerSizes
     from drafters.target import Target
 
 HUB_TIMEOUT = 3  # seconds
@@ -118,9 +118,9 @@ def facts_from(config: dict[str, Any], target: TargetConfig) -> TargetFacts:
     return TargetFacts(**values)
 
 
-def sizes_for(cfg: LayerSizes, target: Target) -> dict[str, int]:
-    """Sizes of a drafter's decoder layer; those its settings leave null are the target's."""
+def sizes_for(cfg: InnerSizes, target: Target) -> dict[str, int]:
+    """Sizes of a drafter's decoder layer; those its settings leave null, or lack, are the target's."""
     facts = facts_from(target.text_config.to_dict(), target.config)
     names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-    own = {name: getattr(cfg, name) for name in names}
-    return {name: getattr(facts, name) if value is None else value for name, value in own.items()}
+    own = {name: getattr(cfg, name) for name in names if name in cfg.__dataclass_fields__}
+    return {name: getattr(facts, name) if own.get(name) is None else own[name] for name in names}

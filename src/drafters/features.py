@@ -13,9 +13,9 @@ from torch import Tensor
 from drafters.batches import Batch, mask4d
 from drafters.errors import ArtifactError
 from drafters.losses import make_teacher
-from drafters.models.layout import Features, Layout
-from drafters.store import FeatureStore, document_key
-from drafters.target import Target
+from drafters.models.layout import Features, Inputs, Layout
+from drafters.store import FeatureStore, document_key, wider_stores
+from drafters.target import Target, default_taps
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,16 @@ def target_choice(target: Target, last_hidden: Tensor) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=last_hidden.device)
 
 
-class FeatureSource(Protocol):
-    """Turns a batch and its layout into Features on the training device."""
+def shared_taps(target: Target, taps: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The hidden states that the families read unless told otherwise, and these: what a shared store keeps."""
+    usual = (*default_taps(target.num_layers), target.num_layers)
+    return tuple(sorted({*usual, *taps}))
 
-    def __call__(self, batch: Batch, layout: Layout) -> Features: ...
+
+class FeatureSource(Protocol):
+    """Turns a batch and its layout into what a training graph reads of them, on the training device."""
+
+    def __call__(self, batch: Batch, layout: Layout) -> Features | Inputs: ...
 
     def flush(self) -> None:
         """Put what is still in memory where a resumed run finds it."""
@@ -68,6 +74,21 @@ class OnlineFeatures(_Teaching):
         """Nothing is kept."""
 
 
+class BatchInputs:
+    """Leaves the target to the training graph: what it runs it on, and nothing else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, batch: Batch, layout: Layout) -> Inputs:
+        """Return the Inputs of a batch."""
+        mask = mask4d(batch.document_ids.to(self.device))
+        return Inputs(batch.ids.to(self.device), batch.position_ids.to(self.device), mask)
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+
 class CachedFeatures(_Teaching):
     """Runs the target once per document, alone, and keeps what it said in a FeatureStore.
 
@@ -85,11 +106,16 @@ class CachedFeatures(_Teaching):
         folder: Path,
         rank: int = 0,
         collected: Sequence[Path] = (),
+        keep: tuple[int, ...] | None = None,
     ) -> None:
-        """Open or make the store under `folder`; collected: folders of stores to read beside it, where they exist."""
+        """Open or make the store under `folder`; collected: folders of stores to read beside it, where they exist.
+
+        keep: what a new store holds, for runs of other families to read as well; None: taps alone.
+        """
         super().__init__(target, taps, t2d, dtype)
-        self.store = FeatureStore(target, taps, folder, rank)
-        self.collected = [FeatureStore(target, taps, other, rank) for other in collected if other.is_dir()]
+        self.store = FeatureStore(target, taps if keep is None else keep, folder, rank)
+        others = [store for other in (folder, *collected) for store in wider_stores(target, taps, other, rank)]
+        self.collected = [store for store in others if store.folder != self.store.folder]
 
     def reserve(self, tokens: int) -> None:
         """Say how large the store may become; raises ArtifactError when the disk cannot hold `tokens` tokens."""
@@ -122,15 +148,16 @@ class CachedFeatures(_Teaching):
     def _document(self, ids: Tensor, answers: Tensor) -> dict[str, Tensor]:
         key = document_key(ids, answers)
         for store in (self.store, *self.collected):
-            found = store.get(key)
+            found = store.get(key, self.taps)
             if found is not None:
                 return found
         device = self.target.device
         mask = torch.ones(len(ids), len(ids), dtype=torch.bool, device=device).tril()[None, None]
         positions = torch.arange(len(ids), device=device)[None]
-        taps, last = self.target.hidden(ids[None].to(device), positions, mask, self.taps)
+        taps, last = self.target.hidden(ids[None].to(device), positions, mask, self.store.taps)
         last = last[0, :-1][answers[1:].to(device)]
-        return self.store.put(key, taps[0, :-1], last, target_choice(self.target, last))
+        self.store.put(key, taps[0, :-1], last, target_choice(self.target, last))
+        return self.store.get(key, self.taps)
 
     def flush(self) -> None:
         """Write what is still in memory."""

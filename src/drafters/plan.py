@@ -18,9 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from drafters.artifacts import atomic_write_json
-from drafters.config import Eagle3Config, TargetConfig, TargetFacts, TrainRun
+from drafters.config import TargetConfig, TargetFacts, TrainRun
+from drafters.config_drafter import DrafterConfig
 from drafters.corpus import load_prompts
 from drafters.facts import read_facts
+from drafters.plan_families import FORMULAS
 
 GIB = 2**30
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,50 +54,9 @@ def target_parameters(facts: TargetFacts) -> int:
     return tables + facts.num_layers * layer + facts.hidden_size
 
 
-@dataclass(frozen=True)
-class DrafterShape:
-    """Sizes of an EAGLE-3 drafter after the nulls of its settings are filled from the target."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-
-
-def drafter_shape(cfg: Eagle3Config, facts: TargetFacts) -> DrafterShape:
-    """Fill the sizes left null from the target's."""
-    pick = {
-        "hidden": (cfg.hidden_size, facts.hidden_size),
-        "intermediate": (cfg.intermediate_size, facts.intermediate_size),
-        "heads": (cfg.num_heads, facts.num_heads),
-        "kv_heads": (cfg.num_kv_heads, facts.num_kv_heads),
-        "head_dim": (cfg.head_dim, facts.head_dim),
-    }
-    sizes = {name: theirs if own is None else own for name, (own, theirs) in pick.items()}
-    return DrafterShape(**sizes, vocab=cfg.draft_vocab_size)
-
-
-def drafter_parameters(cfg: Eagle3Config, facts: TargetFacts) -> tuple[int, int]:
+def drafter_parameters(cfg: DrafterConfig, facts: TargetFacts) -> tuple[int, int]:
     """(all, trained) parameters of the drafter; the target's embedding, which it borrows, is not among them."""
-    shape = drafter_shape(cfg, facts)
-    fuse = 3 * facts.hidden_size * shape.hidden + (3 * facts.hidden_size if cfg.fc_norm else 0)
-    attention = shape.head_dim * (2 * shape.hidden * (shape.heads + 2 * shape.kv_heads) + shape.heads * shape.hidden)
-    norms = 4 * shape.hidden  # hidden_norm, input_layernorm, post_attention_layernorm, norm
-    head = shape.hidden * shape.vocab
-    body = fuse + attention + 3 * shape.hidden * shape.intermediate + norms
-    return body + head, body + (head if cfg.train_lm_head else 0)
-
-
-def mean_depth(cfg: Eagle3Config) -> float:
-    """Rollout depth averaged over the run: rises evenly from 1 to ttt_steps at the curriculum's fractions."""
-    edges = [0.0, *cfg.curriculum, 1.0]
-    count = len(edges) - 1
-    if count == 1:
-        return float(cfg.ttt_steps)
-    depths = [round(1 + (cfg.ttt_steps - 1) * stage / (count - 1)) for stage in range(count)]
-    return sum(depth * (edges[i + 1] - edges[i]) for i, depth in enumerate(depths))
+    return FORMULAS[cfg.family].parameters(cfg, facts)
 
 
 def memory_rows(run: TrainRun, facts: TargetFacts, world: int) -> Iterator[dict[str, Any]]:
@@ -120,11 +81,10 @@ def memory_rows(run: TrainRun, facts: TargetFacts, world: int) -> Iterator[dict[
 def activation_bytes(run: TrainRun, facts: TargetFacts) -> int:
     """Estimate for one row: the drafter's saved tensors at full depth, fp32 logits, the target's taps and one layer."""
     cfg, length = run.drafter, run.trainer.row_length
-    shape, width = drafter_shape(cfg, facts), WIDTH[run.trainer.dtype]
-    per_step = 12 * shape.hidden + 3 * shape.intermediate + (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    drafter = cfg.ttt_steps * length * (per_step * width + 2 * shape.vocab * 4)
+    formula, width = FORMULAS[cfg.family], WIDTH[run.trainer.dtype]
+    drafter = formula.depth(cfg) * length * (formula.saved(cfg, facts) * width + 2 * cfg.draft_vocab_size * 4)
     layer = 8 * facts.hidden_size + 3 * facts.intermediate_size
-    return drafter + length * (4 * facts.hidden_size + layer) * WIDTH[target_dtype(run.target)]
+    return drafter + length * (formula.states * facts.hidden_size + layer) * WIDTH[target_dtype(run.target)]
 
 
 def target_dtype(target: TargetConfig) -> str:
@@ -155,14 +115,15 @@ def make_plan(run: TrainRun) -> dict[str, Any]:
     response = prompts * run.data.max_new_tokens
     tokens = response + prompts * prompt_tokens
     per_epoch = max(1, math.ceil(response / run.trainer.tokens_per_step))
-    steps = run.trainer.max_steps or max(1, math.ceil(run.trainer.epochs * per_epoch))
+    steps = run.trainer.max_steps or math.ceil(run.trainer.epochs * per_epoch)
     row_tokens = round(steps * tokens / per_epoch)  # prompts ride along in the rows
     everything, trained = drafter_parameters(run.drafter, facts)
-    per_token = 4 * facts.hidden_size * 2  # three taps and the last hidden state, bf16
-    target_count = target_parameters(facts)
+    formula = FORMULAS[run.drafter.family]
+    per_token = formula.states * facts.hidden_size * 2  # the taps and the last hidden state, bf16
+    target_count, passes = target_parameters(facts), formula.passes(run.drafter, facts)
     work = {
-        "target_forward_flops": 2 * target_count * row_tokens,
-        "drafter_flops": round(6 * everything * mean_depth(run.drafter) * row_tokens),
+        "target_forward_flops": round(2 * target_count * row_tokens * formula.target_passes(run.drafter)),
+        "drafter_flops": round(6 * everything * passes * row_tokens),
         "collect_flops": 2 * target_count * tokens,
     }
     dtype = target_dtype(run.target)
@@ -190,7 +151,7 @@ def make_plan(run: TrainRun) -> dict[str, Any]:
         "hours": [
             _hours(machine, world, work, batches * target_count * WIDTH[dtype], collected) for machine in MACHINES
         ],
-        "assumptions": _assumptions(run, prompts_why, prompt_tokens, dtype, world),
+        "assumptions": _assumptions(run, prompts_why, prompt_tokens, dtype, world, passes),
     }
 
 
@@ -208,8 +169,11 @@ def _hours(machine: Machine, world: int, work: dict[str, int], read: int, collec
     }
 
 
-def _assumptions(run: TrainRun, prompts_why: str, prompt_tokens: int, dtype: str, world: int) -> list[str]:
+def _assumptions(
+    run: TrainRun, prompts_why: str, prompt_tokens: int, dtype: str, world: int, passes: float
+) -> list[str]:
     trainer, drafter, data = run.trainer, run.drafter, run.data
+    formula = FORMULAS[drafter.family]
     adam = (
         "8 bytes per trained weight" if trainer.dtype == "float32" else "12 bytes per trained weight (fp32 master copy)"
     )
@@ -223,10 +187,10 @@ def _assumptions(run: TrainRun, prompts_why: str, prompt_tokens: int, dtype: str
         f"responses: {data.max_new_tokens} tokens each (data.max_new_tokens, the longest they can be)",
         f"target: {dtype}, whole on every device; sharding it is not done by train.py",
         f"drafter: {trainer.dtype} weights and gradients; AdamW {adam}",
-        f"activations: one row of {trainer.row_length} tokens per device, {drafter.ttt_steps} rollout steps, "
+        f"activations: one row of {trainer.row_length} tokens per device, draft steps: {formula.depth(drafter)}, "
         f"every token supervised",
-        f"training: 2 FLOPs per target parameter and row token, 6 per drafter parameter, row token and rollout step "
-        f"({mean_depth(drafter):.2f} steps on average)",
+        f"training: {2 * formula.target_passes(drafter):g} FLOPs per target parameter and row token, 6 per drafter "
+        f"parameter, row token and draft step that meets it ({passes:.2f} on average)",
         how,
         f"devices: {world} (WORLD_SIZE); speeds reached: {speeds}",
         "not counted: evaluation, loading, the framework's own memory (1 to 2 GiB on a GPU)",
@@ -249,6 +213,10 @@ def render(plan: dict[str, Any]) -> Group:
         time.add_column(name.replace("_", " "), justify="right")
     for row in plan["hours"]:
         time.add_row(row["machine"], *(f"{row[n]:,.2f}" for n in ("collect", "target_forward", "drafter", "total")))
+    kept = (
+        f"{plan['feature_bytes'] / GIB:,.2f} GiB of hidden states if kept (trainer.features=cached): "
+        f"{plan['feature_bytes_per_token']:,} bytes per token; none with trainer.features=online"
+    )
     lines = [
         f"target   {plan['target']}: {plan['target_parameters']:,} parameters ({plan['facts_checked']})",
         f"         sharded over {plan['world_size']} devices it would take "
@@ -257,8 +225,7 @@ def render(plan: dict[str, Any]) -> Group:
         f"{plan['trained_parameters']:,} trained",
         f"data     {plan['prompts']:,} prompts, {plan['tokens']:,} tokens ({plan['response_tokens']:,} of responses)",
         f"steps    {plan['steps']:,}",
-        f"storage  {plan['feature_bytes'] / GIB:,.2f} GiB of hidden states if kept (trainer.features=cached): "
-        f"{plan['feature_bytes_per_token']:,} bytes per token; none with trainer.features=online",
+        f"storage  {kept if plan['feature_bytes_per_token'] else 'no hidden states: the target is trained too'}",
     ]
     notes = Text("assumptions\n" + "\n".join(f"  - {line}" for line in plan["assumptions"]))
     return Group(Text("\n".join(lines)), memory, time, notes)

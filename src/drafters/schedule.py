@@ -39,6 +39,12 @@ def depth_at(step: int, total: int, cfg: DrafterConfig) -> int:
     return round(1 + (cfg.steps - 1) * passed / len(marks))
 
 
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """The seed of what optimiser step `step` draws on one rank."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def hold_out(records: Sequence[ResponseRecord]) -> tuple[list[ResponseRecord], list[ResponseRecord]]:
     """Split records into (trained on, held out): those with the smallest hash of their id are held out."""
     count = min(HELD_OUT_MOST, int(HELD_OUT_SHARE * len(records)))

@@ -9,6 +9,7 @@ import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,16 +45,12 @@ class FeatureStore:
 
     def __init__(self, target: Target, taps: tuple[int, ...], folder: Path, rank: int = 0) -> None:
         """Open the store under `folder`, or make it."""
-        identity = {
-            **{name: value for name, value in target.fingerprint.items() if name.endswith("sha256")},
-            "taps": list(taps),
-            "target_dtype": str(target.dtype),
-            "format_version": FORMAT_VERSION,
-        }
+        identity = _identity(target, taps)
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.folder = folder / key[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.rank = rank
+        self.taps, self.rank = taps, rank
+        self._size = target.hidden_size
         self.bytes_per_token = 2 * (len(taps) + 1) * target.hidden_size
         atomic_write_json(self.folder / "store.json", {"target": target.name, **identity})
         self._index: dict[str, _Entry] = {}
@@ -70,20 +67,26 @@ class FeatureStore:
         """Bytes the disk has left."""
         return shutil.disk_usage(self.folder).free
 
-    def get(self, key: str) -> dict[str, Tensor] | None:
-        """A document's tensors, None where the store lacks it; raises ArtifactError when they are damaged."""
+    def get(self, key: str, taps: tuple[int, ...]) -> dict[str, Tensor] | None:
+        """A document's tensors with these of the taps, None where the store lacks it; ArtifactError when damaged."""
         if key in self._fresh:
-            return self._fresh[key]
-        return self._read(key) if key in self._index else None
+            found = self._fresh[key]
+        elif key in self._index:
+            found = self._read(key)
+        else:
+            return None
+        if taps == self.taps:
+            return found
+        parts = dict(zip(self.taps, found["taps"].split(self._size, -1), strict=True))
+        return found | {"taps": torch.cat([found["taps"][:, :0], *(parts[index] for index in taps)], -1)}
 
-    def put(self, key: str, taps: Tensor, last: Tensor, choice: Tensor) -> dict[str, Tensor]:
-        """Keeps a document, as it will be read back; written with the shard it falls into."""
+    def put(self, key: str, taps: Tensor, last: Tensor, choice: Tensor) -> None:
+        """Keeps a document, with all taps of the store; written with the shard it falls into."""
         half = torch.bfloat16
         tensors = {"taps": taps.to(half).cpu(), "last": last.to(half).cpu(), "choice": choice.cpu()}
         self._fresh[key] = tensors
         if sum(t.nbytes for entry in self._fresh.values() for t in entry.values()) >= SHARD_BYTES:
             self.flush()
-        return tensors
 
     def flush(self) -> None:
         """Write the documents computed since the last shard as a new one."""
@@ -118,6 +121,28 @@ class FeatureStore:
                 "Delete the file: its documents are computed again."
             )
         return tensors
+
+
+def wider_stores(target: Target, taps: tuple[int, ...], folder: Path, rank: int = 0) -> list[FeatureStore]:
+    """The stores of this target under `folder` that hold these taps among others."""
+    found = []
+    for path in sorted(folder.glob("*/store.json")):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if set(taps) <= set(kept["taps"]):
+            store = _identity(target, tuple(kept["taps"]))
+            if {name: kept.get(name) for name in store} == store:
+                found.append(FeatureStore(target, tuple(kept["taps"]), folder, rank))
+    return found
+
+
+def _identity(target: Target, taps: tuple[int, ...]) -> dict[str, Any]:
+    hashes = {name: value for name, value in target.fingerprint.items() if name.endswith("sha256")}
+    return {
+        **hashes,
+        "taps": list(taps),
+        "target_dtype": str(target.dtype),
+        "format_version": FORMAT_VERSION,
+    }
 
 
 def _checksum(tensors: dict[str, Tensor]) -> int:

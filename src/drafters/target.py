@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from drafters.adapter import Adapter, can_be_tuned, merge, share
 from drafters.config import TargetConfig
 from drafters.contract import hash_config, hash_template, hash_tokenizer, hash_weights
 from drafters.errors import TargetError
@@ -60,6 +61,7 @@ class Target:
     config: TargetConfig
     folder: Path
     eos_ids: tuple[int, ...] = field(default=())
+    adapter: Adapter | None = None  # merged into the model; None: the weights are the folder's
 
     @classmethod
     def load(cls, cfg: TargetConfig) -> Target:
@@ -89,9 +91,45 @@ class Target:
         target.check_head()
         return target
 
+    def with_adapter(self, adapter: Adapter) -> Target:
+        """This target tuned by an adapter, as a target of its own; this one and its engines stay as they are.
+
+        Weights that the adapter leaves alone are shared. Raises TargetError when it is tuned by another one already.
+        """
+        if self.adapter is not None:
+            if self.adapter.sha256 == adapter.sha256:
+                return self
+            raise TargetError(
+                f"target {self.title!r} is to be tuned by adapter {adapter.sha256[:12]} too: one adapter at a time. "
+                "Load the target anew."
+            )
+        if can_be_tuned(self.model):
+            base = share(self.model)
+        else:
+            log.info("target %s: read once more, an engine has laid its weights out", self.name)
+            base = self._read()
+        tuned = replace(self, model=merge(base, adapter), adapter=adapter)
+        if "fingerprint" in self.__dict__:  # hashing the files again takes long
+            tuned.__dict__["fingerprint"] = self.fingerprint | {"adapter_sha256": adapter.sha256}
+        return tuned
+
+    def own_model(self) -> PreTrainedModel:
+        """The model read anew, with tensors of its own."""
+        model = self._read()
+        return model if self.adapter is None else merge(model, self.adapter)
+
+    def _read(self) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype, attn_implementation="sdpa")
+        return model.to(self.device).eval().requires_grad_(False)
+
     @property
     def name(self) -> str:
         return self.config.name
+
+    @property
+    def title(self) -> str:
+        """Its name, and the adapter that its weights are tuned by."""
+        return self.name if self.adapter is None else f"{self.name} tuned by adapter {self.adapter.sha256[:12]}"
 
     @property
     def device(self) -> torch.device:
@@ -161,7 +199,11 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Hashes that tie an artifact to this target; the weights' hash is of the files, whatever the dtype."""
+        """Hashes that tie an artifact to this target; the weights' hash is of the files, whatever the dtype.
+
+        adapter_sha256 is there for a tuned target only.
+        """
+        tuned = {} if self.adapter is None else {"adapter_sha256": self.adapter.sha256}
         return {
             "target": self._label,
             # Of the file, not of the loaded object: a transformers upgrade adds defaults to the latter.
@@ -169,6 +211,7 @@ class Target:
             "target_weights_sha256": hash_weights(self.folder),
             "tokenizer_sha256": hash_tokenizer(self.tokenizer),
             "chat_template_sha256": hash_template(self.tokenizer),
+            **tuned,
         }
 
     @property

@@ -23,20 +23,21 @@ from drafters.config import TrainRun
 from drafters.corpus import ResponseRecord
 from drafters.errors import OutriderError
 from drafters.export.native import describe_drafter
-from drafters.features import CachedFeatures, FeatureSource, OnlineFeatures
+from drafters.features import BatchInputs, CachedFeatures, FeatureSource, OnlineFeatures, shared_taps
 from drafters.logger import Logger
 from drafters.models.base import Drafter
-from drafters.schedule import depth_at, hold_out, learning_rate, stop_requests
+from drafters.schedule import depth_at, hold_out, learning_rate, seed_of, stop_requests
 from drafters.store import FOLDER
-from drafters.tallies import Window, flatten, means, simulated_acceptance_length, summary
+from drafters.tallies import Clock, Window, flatten, means, simulated_acceptance_length, summary
 from drafters.target import DTYPES, Target
 from drafters.threads import set_threads
+from drafters.training_facts import TrainingFacts
 
 log = logging.getLogger(__name__)
 
 LAST, BEST = "last", "best"
 # Settings that change how a run is watched, not what it computes: a resumed run may change them.
-CADENCE = frozenset({"eval_every", "save_every", "log_every", "num_threads"})
+CADENCE = frozenset({"eval_every", "save_every", "log_every", "num_threads", "feature_store"})
 
 Evaluate = Callable[[Drafter], dict[str, Any]]
 
@@ -47,13 +48,14 @@ class TrainingError(OutriderError):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended: optimiser steps done, whether a signal stopped it, and its best evaluation."""
+    """How a run ended: optimiser steps done, whether a signal stopped it, its best evaluation, and what it took."""
 
     step: int
     total_steps: int
     stopped: bool
     best_value: float | None
     best_step: int | None
+    facts: TrainingFacts
 
 
 class Trainer:
@@ -86,22 +88,32 @@ class Trainer:
         self.features = self._feature_source(Path(out_dir), records)
         self.settings = self._settings()
         self.step, self.best_value, self.best_step = 0, None, None
-        self.window = Window(cfg.drafter.steps, self.device)
+        self.window = self._window()
+        self.clock = Clock()  # of this process; `before` holds what the checkpoint it started from had taken
+        self.before: tuple[float | None, float | None] = (0.0, 0.0)
 
     # ---- set-up
 
     def _feature_source(self, out_dir: Path, records: Sequence[ResponseRecord]) -> FeatureSource:
+        if self.drafter.runs_target:
+            return BatchInputs(self.device)
         dtype = DTYPES[self.cfg.trainer.dtype]
         if self.cfg.trainer.features == "online":
             return OnlineFeatures(self.target, self.taps, self.drafter.t2d, dtype)
         given = self.cfg.data.responses
         collected = [folder / FOLDER for folder in joined_folders(given)] if given else [out_dir / "responses" / FOLDER]
+        shared = self.cfg.trainer.feature_store
+        folder = out_dir / FOLDER if shared is None else Path(shared).expanduser()
+        keep = None if shared is None else shared_taps(self.target, self.taps)
         store = CachedFeatures(
-            self.target, self.taps, self.drafter.t2d, dtype, out_dir / FOLDER, self.rank, collected
+            self.target, self.taps, self.drafter.t2d, dtype, folder, self.rank, collected, keep
         )
         length = self.cfg.trainer.row_length
         store.reserve(sum(min(length, len(r.prompt_ids) + len(r.response_ids)) for r in records))
         return store
+
+    def _window(self) -> Window:
+        return Window(self.cfg.drafter.steps, self.device, len(self.drafter.further_means))
 
     def _settings(self) -> dict[str, Any]:
         """Everything the numbers of a step depend on, as a checkpoint records it."""
@@ -122,13 +134,15 @@ class Trainer:
             progress = checkpoint.load_progress(found, self.contract, self.settings)
             checkpoint.load_weights(found, self.drafter)
             self.step, self.best_value, self.best_step = progress.step, progress.best_value, progress.best_step
-        elif cfg.init_from is None and cfg.drafter.warm_start:
+            self.before = progress.seconds, progress.cpu_seconds
+        elif cfg.init_from is None:
             sample = collate(self.batches.records, self.batches.rows(0)[:1], cfg.trainer.row_length)
-            self.drafter.warm_start(self.target, sample, self.taps)
+            self.drafter.initialise(cfg.drafter, self.target, sample, self.taps)
         # Trained on a copy: ZeRO-3 scatters the weights of what it trains, the caller's drafter stays whole.
         own = self.drafter.clone().to(self.device, DTYPES[cfg.trainer.dtype])
         own.bind(self.target)
-        self.engine = engine.make_engine(own.training_graph(cfg.drafter), cfg, len(self.batches.step(0)))
+        graph, accumulation = own.training_graph(cfg.drafter, self.target), len(self.batches.step(0))
+        self.engine = engine.make_engine(graph, cfg, accumulation, own.rate_group)
         if found is not None:
             tensors = checkpoint.load_optimizer(found, self.rank, self.world_size)
             engine.load_optimizer_tensors(self.engine, tensors)
@@ -147,14 +161,18 @@ class Trainer:
     def _take_step(self) -> float:
         """Do optimiser step self.step and return the gradient norm before clipping."""
         cfg, batches = self.cfg, self.batches.step(self.step)
+        # What a training graph draws (feature noise, dropout) is a function of the step: a resumed run draws the same.
+        torch.manual_seed(seed_of(cfg.trainer.seed, self.step, self.rank))
         depth = depth_at(self.step, self.total, cfg.drafter)
         layouts = [self.drafter.layout(batch, depth) for batch in batches]
-        counts = torch.tensor([layout.counts() for layout in layouts], dtype=torch.float64).sum(0)
+        counts = torch.tensor([self.drafter.loss_counts(layout) for layout in layouts], dtype=torch.float64).sum(0)
         weights = cfg.drafter.decay ** torch.arange(depth, dtype=torch.float64)
         denominator = float((self._sum(counts.to(self.device)).cpu() * weights).sum())
         # DeepSpeed averages gradients over ranks; the loss is a sum over them all.
         scale = self.world_size / max(denominator, 1.0)
-        engine.set_learning_rate(self.engine, learning_rate(self.step, self.total, cfg.trainer))
+        progress = self.engine.module.progress = self.step / self.total
+        rates = self.drafter.rates(cfg.drafter, progress)
+        engine.set_learning_rate(self.engine, learning_rate(self.step, self.total, cfg.trainer), rates)
         bad: list[Batch] = []
         norm: Tensor | float | None = None
         for index, (batch, layout) in enumerate(zip(batches, layouts, strict=True)):
@@ -188,8 +206,8 @@ class Trainer:
 
     def _log(self, norm: float) -> dict[str, float]:
         stats, window = self._sum(self.window.stats).cpu().double(), self.window
-        self.window = Window(self.cfg.drafter.steps, self.device)
-        values = means("train", stats, self.cfg.drafter.decay)
+        self.window = self._window()
+        values = means("train", stats, self.cfg.drafter.decay, self.drafter.further_means)
         values |= {
             "train/lr": learning_rate(self.step - 1, self.total, self.cfg.trainer),
             "train/grad_norm": norm,
@@ -207,7 +225,7 @@ class Trainer:
         if not self.held:
             return {}
         steps = self.cfg.drafter.steps
-        stats = torch.zeros(4, steps, device=self.device)
+        stats = self._window().stats
         self.engine.eval()
         length = self.cfg.trainer.row_length
         rows = pack(self.held, length, seed=0, epoch=0)
@@ -218,7 +236,7 @@ class Trainer:
             stats += self.engine(layout, self.features(batch, layout))[1]
         self.engine.train()
         stats = self._sum(stats).cpu().double()
-        values = means("eval", stats, self.cfg.drafter.decay)
+        values = means("eval", stats, self.cfg.drafter.decay, self.drafter.further_means)
         return values | {"eval/simulated_acceptance_length": simulated_acceptance_length(stats)}
 
     def _refresh(self) -> None:
@@ -247,7 +265,7 @@ class Trainer:
     def _save(self, name: str) -> None:
         self._refresh()
         self.features.flush()
-        progress = checkpoint.Progress(self.step, self.best_value, self.best_step, self.settings)
+        progress = checkpoint.Progress(self.step, self.best_value, self.best_step, self.settings, *self._spent())
         checkpoint.save(
             self.folder / name,
             checkpoint.weights_of(self.drafter),
@@ -257,6 +275,27 @@ class Trainer:
             self.rank,
             self.world_size,
             torch.distributed.barrier if self.world_size > 1 else lambda: None,
+        )
+
+    def _spent(self) -> tuple[float | None, float | None]:
+        """Wall seconds, and CPU seconds of all ranks, that the steps so far took; None where that is not known."""
+        cpu = float(self._sum(torch.tensor(self.clock.cpu_seconds, dtype=torch.float64, device=self.device)))
+        wall_before, cpu_before = self.before
+        known = wall_before is not None and cpu_before is not None
+        return (wall_before + self.clock.seconds, cpu_before + cpu) if known else (None, None)
+
+    def _facts(self) -> TrainingFacts:
+        minutes = [None if seconds is None else seconds / 60 for seconds in self._spent()]
+        return TrainingFacts(
+            steps=self.step,
+            exported_step=self.step if self.best_step is None else self.best_step,
+            train_tokens=self.batches.seen(self.step),
+            distinct_records=len(self.batches.fit.usable),
+            distinct_tokens=self.batches.supervised_tokens,
+            train_minutes=minutes[0],
+            cpu_minutes=minutes[1],
+            threads=self.threads,
+            processes=self.world_size,
         )
 
     def _agreed(self, asked: bool) -> bool:
@@ -269,7 +308,7 @@ class Trainer:
         cadence, stopped = self.cfg.trainer, False
         with stop_requests() as asked, self._progress() as advance:
             while self.step < self.total and not stopped:
-                with self.window:
+                with self.window, self.clock:
                     norm = self._take_step()
                 self.step += 1
                 done = self.step == self.total
@@ -281,7 +320,8 @@ class Trainer:
                 if self.step % cadence.save_every == 0 or done or stopped:
                     self._save(LAST)
         self._refresh()
-        return TrainResult(self.step, self.total, stopped and self.step < self.total, self.best_value, self.best_step)
+        stopped = stopped and self.step < self.total
+        return TrainResult(self.step, self.total, stopped, self.best_value, self.best_step, self._facts())
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[dict[str, float]], None]]:

@@ -10,7 +10,7 @@ from drafters.config import DataConfig
 from drafters.features import target_choice
 from drafters.generation import Generate
 from drafters.store import FeatureStore, document_key
-from drafters.target import Target, default_taps
+from drafters.target import Target
 from runtime.engine import Engine
 from runtime.proposers.recorder import Recorder
 from runtime.sampling import SamplingParams
@@ -29,7 +29,7 @@ def generator(engine: Engine, temperature: float, max_new_tokens: int) -> Genera
 
 def recording(target: Target, store: FeatureStore, data: DataConfig) -> Generate:
     """A generator that puts each answer's hidden states into the store, before the answer is recorded."""
-    recorder = Recorder((*default_taps(target.num_layers), target.num_layers))
+    recorder = Recorder(store.taps)
     answers = generator(
         Engine.load(target, recorder, batch_size=data.batch_size), data.temperature, data.max_new_tokens
     )
@@ -39,12 +39,11 @@ def recording(target: Target, store: FeatureStore, data: DataConfig) -> Generate
             ids = torch.tensor(rows[index][0] + response)
             states = recorder.take(ids.tolist())
             if states is not None:
-                taps, last = states.split([states.shape[1] - target.hidden_size, target.hidden_size], -1)
-                last = last[-len(response) :]
+                last = states[-len(response) :, -target.hidden_size :]  # the last tap is the target's last state
                 asked = torch.arange(len(ids)) >= len(ids) - len(response)
                 greedy = data.temperature == 0.0  # then the answer is what the target chose
                 choice = torch.tensor(response) if greedy else target_choice(target, last)
-                store.put(document_key(ids, asked), taps, last, choice)
+                store.put(document_key(ids, asked), states, last, choice)
             yield index, response, reason
 
     return generate

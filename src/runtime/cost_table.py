@@ -227,6 +227,8 @@ def cost_key(target: Target, drafter: str, sizes: tuple[int, int, int]) -> dict[
         "dtype": str(target.dtype).removeprefix("torch."),
         "drafter": drafter,
         "sizes": list(sizes),
+        # Merged weights are no longer those of a half-precision checkpoint, which a CPU reads in half the time.
+        **({} if target.adapter is None else {"tuned": True}),
         "versions": [torch.__version__, code_version()],
     }
 

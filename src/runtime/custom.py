@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from transformers.generation import logits_process as processing
 from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from drafters.adapter import share
 from drafters.config import TargetConfig
 from drafters.errors import ConfigError
 from drafters.target import Target
@@ -45,7 +45,8 @@ def outrider_generate(
     from. Greedy text equals generate's (fp32); sampled text follows the same distribution with noise keyed by a seed
     from torch's global generator, so torch.manual_seed repeats it whatever the drafter. The model itself stays as it
     is: the loop runs on a copy that shares its tensors, made anew when they change (on a CPU with weights laid out
-    once more). What it cannot do raises ConfigError by name. generate() itself (transformers 5.24) keeps streamer=
+    once more). A drafter that brings an adapter tunes that copy: the text is the tuned model's, and the log says so.
+    What it cannot do raises ConfigError by name. generate() itself (transformers 5.24) keeps streamer=
     and tokenizer= from a callable: a streamer hears the prompt alone, and stop strings come as
     stopping_criteria=[StopStringCriteria(tokenizer, [...])]; they are looked for in the answer, not in the prompt.
     """
@@ -105,9 +106,7 @@ class _Loop:
             raise _refusal("a model made in memory without a tokenizer", "pass tokenizer= to outrider_generate")
         config = TargetConfig(name=Path(source).name or "model", path=source or None)
         folder = resolve(config) if source else Path()
-        shared = {id(tensor): tensor for tensor in _tensors(model)}
-        twin = copy.deepcopy(model, shared).eval()
-        target = Target(twin, known or AutoTokenizer.from_pretrained(folder), config, folder)
+        target = Target(share(model), known or AutoTokenizer.from_pretrained(folder), config, folder)
         target.check_head()
         return target
 

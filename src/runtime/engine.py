@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.chat import render_prompt
+from drafters.config import TREES
 from drafters.errors import ConfigError
 from drafters.target import Target
 from drafters.target_sources import cache_dir
@@ -20,6 +21,7 @@ from runtime.cost import AUTO_NODES, CostModel
 from runtime.cost_probe import probes
 from runtime.cost_table import CostTable, cost_key, measure, remembered
 from runtime.debug import Audit
+from runtime.footprint import described
 from runtime.forward import TargetRunner
 from runtime.metrics import RoundTime
 from runtime.processors import Processors
@@ -40,13 +42,15 @@ Prompt = str | list[int] | list[dict[str, str]]
 @dataclass(frozen=True)
 class EngineConfig:
     """num_draft_tokens: most nodes of a tree, the root included; "auto": each round as many as pay, none among the
-    choices. depth: most drafts on a path. top_k: children per node. batch_size: rows decoded together. max_length:
+    choices. depth: most drafts on a path. top_k: children per node. tree: dynamic, or static for drafters with heads:
+    greedy rows' trees have one shape, the best by the heads' accuracies. batch_size: rows decoded together. max_length:
     longest prompt plus answer in tokens (None: the target's). debug: after every round all state is computed again
     from the text and compared."""
 
     num_draft_tokens: int | str = 16
     depth: int = 5
     top_k: int = 4
+    tree: str = "dynamic"
     batch_size: int = 1
     max_length: int | None = None
     debug: bool = False
@@ -54,6 +58,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.num_draft_tokens, str) and self.num_draft_tokens != AUTO:
             raise ConfigError(f"runtime.num_draft_tokens is {self.num_draft_tokens!r}; set it to a number or {AUTO}.")
+        if self.tree not in TREES:
+            raise ConfigError(f"runtime.tree is {self.tree!r}; set it to one of {', '.join(TREES)}.")
+        if self.tree == "static" and self.num_draft_tokens == AUTO:
+            raise ConfigError(
+                f"runtime.tree=static needs a number of nodes, but runtime.num_draft_tokens is {AUTO}. Set "
+                "runtime.num_draft_tokens to a number, or runtime.tree=dynamic."
+            )
         for name in ("nodes", "depth", "top_k", "batch_size"):
             if getattr(self, name) < 1:
                 shown = "num_draft_tokens" if name == "nodes" else name
@@ -169,7 +180,7 @@ class Engine:
     def _measured(self) -> CostModel:
         """A cost model from forwards and drafts timed now, or on this machine before."""
         rows, nodes, depth = sizes = (self.config.batch_size, self.config.nodes, self.config.depth)
-        key = cost_key(self.target, self.proposer.name, sizes)
+        key = cost_key(self.target, described(self.proposer), sizes)
         with probes(self._runner, self.proposer, rows, nodes) as (verify_probe, draft_probe):
             found = remembered(cache_dir() / "costs", key, lambda: measure(verify_probe, draft_probe, sizes))
         table = CostTable(found, rows, nodes, depth)

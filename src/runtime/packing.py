@@ -30,6 +30,8 @@ class PackedLinear(nn.Module):
         weight = weight.to(self.compute)
         bias = None if linear.bias is None else linear.bias.detach().to(self.compute)
         self.as_half = not native and fits_half(weight)
+        width = 2 if self.as_half else self.compute.itemsize
+        self.nbytes = weight.numel() * width + (0 if bias is None else bias.nbytes)  # as reordered
         if self.as_half:
             self.packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from drafters.errors import ConfigError
 from drafters.target import Target
@@ -17,8 +17,7 @@ class TransformersPeer:
 
     def __init__(self, target: Target):
         self.target = target
-        model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=target.dtype, attn_implementation="sdpa")
-        self.model = model.to(target.device).eval()
+        self.model = target.own_model()
         # A model's own defaults (top_p, repetition penalty) would make it do other work than the engine.
         self.model.generation_config = GenerationConfig()
         pad = target.tokenizer.pad_token_id

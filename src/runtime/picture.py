@@ -43,9 +43,9 @@ def draw(report: dict[str, Any]) -> Figure:
 
 def _draw_acceptance(axes: Axes, report: dict[str, Any]) -> None:
     shares = report["acceptance_at"]
-    _frame(axes, f"Acceptance length  {report['acceptance_length']:.2f}")
+    frame(axes, f"Acceptance length  {report['acceptance_length']:.2f}")
     if not shares:
-        return _say(axes, "nothing was drafted")
+        return say(axes, "nothing was drafted")
     depths = range(1, len(shares) + 1)
     bars = axes.bar(depths, [100 * share for share in shares], color=ACCENT, width=0.62)
     axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=3, color=INK, fontsize=9)
@@ -62,7 +62,7 @@ def _draw_speed(axes: Axes, report: dict[str, Any]) -> None:
         ("with drafter", report["tokens_per_s"], ACCENT),
     ]
     bars = [bar for bar in bars if bar[1] is not None]
-    _frame(axes, f"Speed  {report['speedup']:.2f}x plain decoding")
+    frame(axes, f"Speed  {report['speedup']:.2f}x plain decoding")
     names, speeds, colours = zip(*bars)
     drawn = axes.barh(range(len(bars)), speeds, color=colours, height=0.58)
     ratios = [speed / report["plain_tokens_per_s"] for speed in speeds]
@@ -76,9 +76,9 @@ def _draw_speed(axes: Axes, report: dict[str, Any]) -> None:
 
 
 def _draw_sizes(axes: Axes, report: dict[str, Any]) -> None:
-    _frame(axes, "Drafts per round")
+    frame(axes, "Drafts per round")
     if not report["chosen_n"]:
-        return _say(axes, "no round was run")
+        return say(axes, "no round was run")
     sizes = list(report["chosen_n"])
     shares = [100 * count / report["rounds"] for count in report["chosen_n"].values()]
     axes.bar(range(len(sizes)), shares, color=[NEUTRAL if n == "0" else ACCENT for n in sizes], width=0.72)
@@ -91,9 +91,9 @@ def _draw_sizes(axes: Axes, report: dict[str, Any]) -> None:
 
 def _draw_time(axes: Axes, report: dict[str, Any]) -> None:
     latency = report["latency_ms"]
-    _frame(axes, "Time of a round" if latency is None else f"Time  {latency['p50']:.1f} ms per token")
+    frame(axes, "Time of a round" if latency is None else f"Time  {latency['p50']:.1f} ms per token")
     if report["time_share"] is None:
-        return _say(axes, "not timed")
+        return say(axes, "not timed")
     shares = {name: 100 * share for name, share in report["time_share"].items()}
     bars = axes.barh(range(len(shares)), shares.values(), color=[PARTS[name] for name in shares], height=0.58)
     axes.bar_label(bars, [f"{share:.0f}%" for share in shares.values()], padding=4, color=INK, fontsize=9)
@@ -103,10 +103,10 @@ def _draw_time(axes: Axes, report: dict[str, Any]) -> None:
 
 
 def _draw_proposers(axes: Axes, report: dict[str, Any]) -> None:
-    _frame(axes, "Accepted by proposer")
+    frame(axes, "Accepted by proposer")
     counts = report["by_proposer"]
     if not counts:
-        return _say(axes, "no draft of a named proposer")
+        return say(axes, "no draft of a named proposer")
     shares = [100 * each["accepted"] / each["drafted"] for each in counts.values()]
     bars = axes.barh(range(len(counts)), shares, color=ACCENT, height=0.58)
     labels = [f"{share:.1f}%  of {each['drafted']}" for share, each in zip(shares, counts.values())]
@@ -116,12 +116,14 @@ def _draw_proposers(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_xlabel("drafts the target accepted, %")
 
 
-def _say(axes: Axes, text: str) -> None:
+def say(axes: Axes, text: str) -> None:
+    """Puts words where a drawing would be."""
     axes.text(0.5, 0.5, text, color=MUTED, ha="center", va="center", transform=axes.transAxes)
     axes.set(xticks=[], yticks=[])
 
 
-def _frame(axes: Axes, title: str) -> None:
+def frame(axes: Axes, title: str) -> None:
+    """Title, spines and ticks of one part of the picture."""
     axes.set_title(title, loc="left", color=INK, fontsize=11, pad=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#c4ccd4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -32,9 +33,12 @@ from drafters.config import (
 from drafters.config_check import to_dict
 from drafters.contract import Contract, read_contract, require_equal
 from drafters.corpus import Prompt, ResponseRecord, load_prompts
+from drafters.drift import DRIFT_NAME, measure_drift
 from drafters.errors import ConfigError
 from drafters.export.card import DataSummary, model_card
 from drafters.export.native import KIND, build, describe_drafter, export_drafter, load_drafter, shape_of
+from drafters.features import shared_taps
+from drafters.held_out import held_out_batches
 from drafters.logger import Logger
 from drafters.models import FAMILIES, Drafter
 from drafters.responses import (
@@ -45,16 +49,20 @@ from drafters.responses import (
     read_responses,
     regenerate_slice,
 )
+from drafters.schedule import hold_out
 from drafters.store import FOLDER, FeatureStore
-from drafters.target import Target, default_taps
+from drafters.target import Target
 from drafters.threads import set_threads
 from drafters.trainer import BEST, train
+from drafters.training_facts import TRAINING_NAME, TrainingFacts
 from drafters.vocab import build as build_vocab
 from drafters.vocab import count_tokens
 from runtime import report as reports
 from runtime.collecting import generator, recording
+from runtime.compare import compare
 from runtime.engine import Engine
 from runtime.evaluate import eval_prompts, evaluate, measure, quick_acceptance
+from runtime.loading import tuned_target
 from runtime.terminal import chat, generate_once
 
 log = logging.getLogger(__name__)
@@ -73,9 +81,9 @@ def command_line() -> str:
 
 
 def run_serve(run: ServeRun, console: Console) -> None:
-    """serve.py: measure, generate once, or chat."""
+    """serve.py: measure, compare, generate once, or chat."""
     set_threads(None)
-    modes = {"eval": evaluate, "generate": generate_once, "chat": chat}
+    modes = {"eval": evaluate, "compare": compare, "generate": generate_once, "chat": chat}
     modes[run.mode](run, console)
 
 
@@ -107,11 +115,11 @@ def collect_responses(
 ) -> ResponseSet:
     """Have the target answer the source's training prompts into `folder`; goes on where a killed run stopped.
 
-    features: also keep the hidden states an EAGLE-3 drafter taps by default, in folder/features.
+    features: also keep the hidden states that drafters tap by default, in folder/features.
     """
     engine = Engine.load(target, "none", batch_size=data.batch_size)
     answers = generator(engine, data.temperature, data.max_new_tokens)
-    store = FeatureStore(target, default_taps(target.num_layers), folder / FOLDER) if features else None
+    store = FeatureStore(target, shared_taps(target), folder / FOLDER) if features else None
     if store is not None:
         answers = recording(target, store, data)
     turns = None
@@ -141,9 +149,8 @@ def find_responses(run: TrainRun, console: Console) -> ResponseSet:
     Uses a target of its own and drops it: decoding lays weights out in another way, and what training computes must
     not depend on whether this process collected anything.
     """
-    given = run.data.responses
-    if run.data == BuiltinData() and run.target.kept_responses is not None:
-        given = run.target.kept_responses
+    given = given_responses(run)
+    if given != run.data.responses:
         log.info("training on the answers kept in %s; with any data.* setting the target answers anew", given)
     if given is None:
         folder = Path(run.output_dir) / "responses"
@@ -158,6 +165,12 @@ def find_responses(run: TrainRun, console: Console) -> ResponseSet:
         for found in sets:
             check_responses(found, target)
     return join(sets)
+
+
+def given_responses(run: TrainRun) -> str | None:
+    """The folders of answers to train on: data.responses, or the target's kept ones where no data.* is set."""
+    kept = run.target.kept_responses
+    return kept if run.data == BuiltinData() and kept is not None else run.data.responses
 
 
 def check_responses(found: ResponseSet, target: Target) -> tuple[int, int]:
@@ -205,9 +218,12 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
     best = checkpoint.find(out_dir / "checkpoints" / BEST)
     if best is not None:
         checkpoint.load_weights(best, drafter)
+    tuned, held = drafter.tuned(target), hold_out(records)[1]
+    drift = None if tuned is target else measure_drift(target, tuned, held, run.trainer.row_length)
+    drafter.measure(held_out_batches(drafter, tuned, records, run))
     tokens = sum(len(record.response_ids) for record in records)
     data = DataSummary(responses.meta["settings"]["data.source"], len(records), tokens, self_generated=True)
-    return export_and_measure(run, drafter, target, data, held_out, console)
+    return export_and_measure(run, drafter, tuned, data, held_out, result.facts, console, drift)
 
 
 def export_and_measure(
@@ -216,14 +232,27 @@ def export_and_measure(
     target: Target,
     data: DataSummary,
     held_out: Sequence[Prompt],
+    training: TrainingFacts,
     console: Console,
+    drift: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Export the drafter, measure what was exported, and put the figures into report.json and the export's card."""
+    """Export the drafter, measure what was exported, and put the figures into report.json and the export's card.
+
+    target: as the drafter drafts for it; drift: how far it is from the target that was given, where it was tuned.
+    """
     out_dir = Path(run.output_dir)
     contract = describe_drafter(
         drafter, target, taps=taps_of(run, target), steps=run.drafter.steps, max_length=run.trainer.row_length
     )
-    export = export_drafter(drafter, target, contract, out_dir / "export", command=command_line(), data=data)
+    export = export_drafter(
+        drafter,
+        target,
+        contract,
+        out_dir / "export",
+        command=command_line(),
+        data=data,
+        beside={TRAINING_NAME: training.to_json()} | ({} if drift is None else {DRIFT_NAME: drift}),
+    )
     console.print(f"exported to {export}", soft_wrap=True, highlight=False)
     report = measure(target, export, held_out, run.runtime, run.eval, SamplingConfig(), console)
     reports.write(report, out_dir, console)
@@ -274,7 +303,8 @@ def _init_from(run: TrainRun, target: Target) -> Drafter:
     asked = FAMILIES[run.drafter.family].shape_for(run.drafter, target)
     require_equal("graph", asdict(shape_of(contract, where)), asdict(asked), where)
     if read_manifest(folder).kind == KIND:
-        drafter, _ = load_drafter(folder, target)
+        drafter, _ = load_drafter(folder, tuned_target(target, folder))
+        drafter.bind(target)
         return drafter.float().requires_grad_(True)
     contract.check_target(target, where)
     verify_folder(folder, checkpoint.KIND)
@@ -288,10 +318,12 @@ def _init_from(run: TrainRun, target: Target) -> Drafter:
 def add_report(export: Path, target: Target, contract: Contract, summary: DataSummary, report: dict[str, Any]) -> None:
     """Write the export's card again, now with what was measured on it; the other files stay byte for byte."""
     names = [name for name in verify_folder(export, KIND).files if name != "README.md"]
-    card = model_card(contract, target.config.license, command_line(), summary, report)
+    drift = json.loads((export / DRIFT_NAME).read_text(encoding="utf-8")) if DRIFT_NAME in names else None
+    card = model_card(contract, target.config.license, command_line(), summary, report, drift)
 
     def write(folder: Path) -> None:
         for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(export / name, folder / name)
         (folder / "README.md").write_text(card, encoding="utf-8")
 

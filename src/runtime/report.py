@@ -52,7 +52,7 @@ def write(report: dict[str, Any], out_dir: Path, console: Console) -> None:
     """Leaves report.json and report.png in out_dir, each whole or absent, and prints the tables."""
     out_dir.mkdir(parents=True, exist_ok=True)
     atomic_write_json(out_dir / JSON_NAME, report)
-    _write_bytes(out_dir / PICTURE_NAME, picture(report))
+    write_bytes(out_dir / PICTURE_NAME, picture(report))
     show(report, console)
     console.print(Text(f"report: {out_dir / JSON_NAME}, {out_dir / PICTURE_NAME}", style="dim"), soft_wrap=True)
 
@@ -162,7 +162,8 @@ def _categories(per_prompt: list[dict[str, Any]]) -> Table:
 # ---- parts ------------------------------------------------------------------------------------------------------
 
 
-def _write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file so that it is whole or absent."""
     temp = path.with_name(f".{path.name}.tmp")
     temp.write_bytes(data)
     os.replace(temp, path)

@@ -33,7 +33,7 @@ def generate_once(cfg: ServeRun, console: Console) -> Result:
 def chat(cfg: ServeRun, console: Console) -> None:
     """serve.py mode=chat: a conversation until Ctrl-D or /exit; Ctrl-C stops the answer that is being written."""
     engine = _open(cfg)
-    greeting = f"chat with {cfg.target.name}: Ctrl-C stops an answer, Ctrl-D or {LEAVE} leaves"
+    greeting = f"chat with {engine.target.title}: Ctrl-C stops an answer, Ctrl-D or {LEAVE} leaves"
     console.print(Text(greeting, style="dim"), soft_wrap=True)
     messages: list[Message] = []
     while (words := _ask(console)) is not None:

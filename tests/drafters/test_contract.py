@@ -37,17 +37,18 @@ def fake_target(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(fingerprint=fingerprint, **(facts | changes))
 
 
+ARGUMENTS = {
+    "family": "eagle3",
+    "graph": {"target_hidden_size": 64, "vocab_size": 512, "fc_norm": False},
+    "tap_indices": [2, 4, 5],
+    "rope": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_length": 256,
+    "draft_vocab_sha256": "d" * 64,
+}
+
+
 def contract(**changes: object) -> Contract:
-    made = make_contract(
-        fake_target(),
-        family="eagle3",
-        graph={"target_hidden_size": 64, "vocab_size": 512, "fc_norm": False},
-        tap_indices=[2, 4, 5],
-        rope={"rope_type": "default", "rope_theta": 10000.0},
-        max_length=256,
-        draft_vocab_sha256="d" * 64,
-    )
-    return dataclasses.replace(made, **changes)
+    return dataclasses.replace(make_contract(fake_target(), **ARGUMENTS), **changes)
 
 
 def test_taps_are_named_by_meaning():
@@ -81,7 +82,7 @@ def test_json_round_trip_through_a_file(tmp_path):
 FIELDS = [field.name for field in dataclasses.fields(Contract)]
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name != "format_version"])
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("format_version", "adapter_sha256")])
 def test_a_missing_or_mistyped_field_is_named(name):
     raw = contract().to_json()
     with pytest.raises(ContractError, match=rf"here: field {name} is None, expected a JSON "):
@@ -89,6 +90,32 @@ def test_a_missing_or_mistyped_field_is_named(name):
     del raw[name]
     with pytest.raises(ContractError, match=f"here: field {name} is missing"):
         Contract.from_json(raw, "here")
+
+
+def test_an_adapter_is_recorded_only_where_there_is_one():
+    tuned = contract(adapter_sha256="a" * 64)
+    assert "adapter_sha256" not in contract().to_json() and tuned.to_json()["adapter_sha256"] == "a" * 64
+    assert Contract.from_json(tuned.to_json()) == tuned and Contract.from_json(contract().to_json()) == contract()
+    with pytest.raises(ContractError, match="here: field adapter_sha256 is None, expected a JSON str"):
+        Contract.from_json(tuned.to_json() | {"adapter_sha256": None}, "here")
+
+
+def test_check_adapter_names_both_hashes():
+    plain, tuned = fake_target(), fake_target()
+    tuned.fingerprint["adapter_sha256"] = "a" * 64
+    assert make_contract(tuned, **ARGUMENTS).adapter_sha256 == "a" * 64
+    contract().check_adapter(plain)
+    contract(adapter_sha256="a" * 64).check_adapter(tuned)
+    for recorded, target, words in (
+        ("a" * 64, plain, f"here: adapter_sha256 is '{'a' * 64}', but what is loaded now has 'none'"),
+        ("", tuned, f"here: adapter_sha256 is 'none', but what is loaded now has '{'a' * 64}'"),
+        ("b" * 64, tuned, "export's folder, which tunes the target itself"),
+    ):
+        made = contract(adapter_sha256=recorded)
+        made.check_target(target)
+        with pytest.raises(ContractError) as caught:
+            made.check_adapter(target, "here")
+        assert words in str(caught.value)
 
 
 def test_version_unknown_field_and_non_objects_are_refused(tmp_path):
@@ -125,6 +152,7 @@ CHANGES = {
     "rope": {"rope_type": "default", "rope_theta": 5e5},
     "max_length": 512,
     "draft_vocab_sha256": "x" * 64,
+    "adapter_sha256": "x" * 64,
     "format_version": 2,
 }
 NESTED = {"graph": "graph.fc_norm", "rope": "rope.rope_theta"}
@@ -142,12 +170,12 @@ def test_compare_names_the_field_both_values_and_the_way_out(name):
         mine.compare(other, "ckpt")
     message = str(caught.value)
     assert message.startswith(f"ckpt: {NESTED.get(name, name)} is ")
-    old, new = mine.to_json()[name], other.to_json()[name]
+    old, new = (json.loads(json.dumps(getattr(each, name))) for each in (mine, other))  # tuples are lists in JSON
     if name in NESTED:
         key = NESTED[name].split(".")[1]
         old, new = old[key], new[key]
     assert repr(old) in message and repr(new) in message
-    assert message.split(f"has {new!r}. ")[1].startswith(("Set ", "Use ", "Restore "))
+    assert message.split(f"has {new!r}. ")[1].startswith(("Set ", "Use ", "Restore ", "A drafter fits"))
 
 
 def test_compare_tells_true_from_one_and_sees_an_absent_key():

@@ -29,6 +29,7 @@ from tests.drafters.export_setup import (
     build_drafter,
     describe,
     export,
+    reseal,
 )
 
 REPORT = {
@@ -112,6 +113,27 @@ def test_config_is_what_the_engines_read(exported):
     assert read.rope_parameters == config["rope_parameters"] and read.dtype == torch.bfloat16
     assert (read.head_dim, read.draft_vocab_size, read.num_hidden_layers) == (24, 128, 1)
     assert not (exported / "config.sglang.json").exists()
+
+
+@pytest.mark.parametrize(("fc_norm", "norm_output"), [(False, False), (True, False), (False, True), (True, True)])
+def test_each_flag_of_eagle_3_1_is_written_and_decides_the_graph(tiny_target, tmp_path, fc_norm, norm_output):
+    shape = dataclasses.replace(SHAPE, fc_norm=fc_norm, norm_output=norm_output)
+    folder = export(tiny_target, tmp_path / "export", shape)
+    config = json.loads((folder / "config.json").read_text())
+    assert {flag for flag in ("fc_norm", "norm_output") if config.get(flag)} == {
+        flag for flag in ("fc_norm", "norm_output") if getattr(shape, flag)
+    }
+    drafter, contract = load_drafter(folder, tiny_target)
+    assert (contract.graph["fc_norm"], contract.graph["norm_output"]) == (fc_norm, norm_output)
+    taps, out = torch.randn(4, 192), torch.randn(4, 64)
+    parts = [drafter.fc_norm[i](part) for i, part in enumerate(taps.split(64, -1))] if fc_norm else [taps]
+    torch.testing.assert_close(drafter.fuse(taps), drafter.fc(torch.cat(parts, -1)))
+    assert drafter.feedback(out).equal(drafter.norm(out) if norm_output else out)
+    for flag in ("fc_norm", "norm_output"):
+        (folder / "config.json").write_text(json.dumps({**config, flag: not getattr(shape, flag)}))
+        reseal(folder)
+        with pytest.raises(ContractError, match=f"{flag} is {not getattr(shape, flag)}"):
+            load_drafter(folder, tiny_target)
 
 
 def test_flags_and_custom_taps_are_written_and_read_back(tiny_target, tmp_path):

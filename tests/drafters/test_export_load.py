@@ -174,7 +174,7 @@ def test_a_graph_that_is_not_the_configs_is_refused(tiny_target, folder, key):
     ("changes", "message"),
     [
         ({"family": "medusa"}, r"graph\.fc_norm is unknown"),
-        ({"family": "oracle"}, "family is 'oracle', this code runs eagle3, medusa"),
+        ({"family": "oracle"}, "family is 'oracle', this code runs eagle, eagle3, hydra, medusa"),
         ({"feature_shift": 0}, "feature_shift is 0.* has 1"),
         ({"rope": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope is .*rope_type default"),
         ({"rope": {"rope_type": "default", "rope_theta": 5e5}}, r"json: rope_parameters is .*500000\.0"),

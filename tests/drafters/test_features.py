@@ -8,7 +8,7 @@ import torch
 from drafters import store as store_module
 from drafters.batches import Batch, collate
 from drafters.errors import ArtifactError
-from drafters.features import CachedFeatures, OnlineFeatures
+from drafters.features import CachedFeatures, OnlineFeatures, shared_taps
 from drafters.models.layout import make_layout
 from tests.drafters.training_setup import make_records, new_drafter, run_settings
 
@@ -100,6 +100,33 @@ def test_other_taps_get_another_store(tiny_target, t2d, tmp_path):
     one, other = store(tiny_target, t2d, tmp_path), store(tiny_target, t2d, tmp_path, taps=(1, 4, 5))
     assert one.store.folder != other.store.folder
     assert store(tiny_target, t2d, tmp_path, rank=1).store.folder == one.store.folder
+
+
+def test_a_shared_store_serves_every_family_without_the_target(tiny_target, t2d, tmp_path, monkeypatch):
+    wide = shared_taps(tiny_target, TAPS)
+    assert wide == (2, 4, 5, 8)  # EAGLE-3's three of eight layers, and the last state
+    batch, layout = batch_of((0, 1)), make_layout(batch_of((0, 1)), 2)
+    first = CachedFeatures(tiny_target, TAPS, t2d, torch.float32, tmp_path, keep=wide)
+    fresh = first(batch, layout)
+    first.flush()
+    expected = {taps: OnlineFeatures(tiny_target, taps, t2d, torch.float32)(batch, layout) for taps in ((8,), (5, 2))}
+    monkeypatch.setattr(type(tiny_target), "hidden", None)  # any use of the target would raise
+    assert same(fresh, store(tiny_target, t2d, tmp_path)(batch, layout))
+    assert fresh.taps.shape[1] == 3 * 64
+    for taps, online in expected.items():
+        read = CachedFeatures(tiny_target, taps, t2d, torch.float32, tmp_path / "run", collected=[tmp_path])
+        torch.testing.assert_close(read(batch, layout).taps.float(), online.taps, rtol=1e-2, atol=1e-3)
+    with pytest.raises(TypeError):  # a state that was not kept needs the target
+        store(tiny_target, t2d, tmp_path, taps=(3,))(batch, layout)
+
+
+def test_a_store_of_another_target_dtype_is_not_read(tiny_target, t2d, tmp_path, monkeypatch):
+    source = CachedFeatures(tiny_target, TAPS, t2d, torch.float32, tmp_path, keep=(2, 4, 5, 8))
+    source(batch_of((0,)), make_layout(batch_of((0,)), 2))
+    source.flush()
+    path = source.store.folder / "store.json"
+    path.write_text(path.read_text().replace("torch.float32", "torch.bfloat16"))
+    assert store(tiny_target, t2d, tmp_path).collected == []
 
 
 def test_a_flipped_byte_and_a_cut_file_are_named(tiny_target, t2d, tmp_path):

@@ -29,7 +29,14 @@ def test_lists_are_numbered_from_the_first_draft():
     assert flat == {"eval/acceptance_length": 2.0, "eval/acceptance_at_1": 0.5, "eval/acceptance_at_2": 0.25}
 
 
+def test_further_means_are_sums_over_counts():
+    rows = torch.tensor([[6.0, 0.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    values = means("train", torch.cat((STATS, rows)), 0.5, ("kl", "agreement"))
+    assert values.pop("train/kl") == 1.5 and values == means("train", STATS, 0.5)
+
+
 def test_window_times_only_what_is_inside():
+    assert Window(2, torch.device("cpu"), 3).stats.shape == (10, 2)
     window = Window(2, torch.device("cpu"))
     with window:
         sum(range(1000))

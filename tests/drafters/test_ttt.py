@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from drafters.batches import Batch
+from drafters.config_drafter import Eagle3Config, Objective
 from drafters.losses import Teacher
 from drafters.models.layout import Features, make_layout
 from drafters.models.ttt import TestTimeTraining
@@ -42,9 +45,9 @@ def tokens_of(documents: list[tuple[int, int]]) -> list[int]:
 class Labels:
     """Target-side tensors for every flat position of a row; features of a layout are looked up in them."""
 
-    def __init__(self, positions: int, seed: int = 3) -> None:
+    def __init__(self, positions: int, seed: int = 3, width: int = 96) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.taps = torch.randn(positions, 96, generator=generator, dtype=torch.float64)
+        self.taps = torch.randn(positions, width, generator=generator, dtype=torch.float64)
         logits = torch.randn(positions, 20, generator=generator, dtype=torch.float64)
         self.probabilities = torch.softmax(logits, -1)
         self.choice = torch.randint(-1, 20, (positions,), generator=generator)
@@ -60,9 +63,12 @@ class Labels:
         return Features(self.taps[layout.active], teacher)
 
 
-def dense(drafter, batch: Batch, labels: Labels, steps: int):
-    """One position and one step at a time, keys listed explicitly; returns loss and [4, steps] statistics."""
-    layer, total = drafter.midlayer, torch.zeros((), dtype=torch.float64)
+def dense(drafter, batch: Batch, labels: Labels, steps: int, add=lambda at, loss, out: loss):
+    """One position and one step at a time, keys listed explicitly; returns loss and [4, steps] statistics.
+
+    add: what a family makes of a draft's cross-entropy, given the flat position that it speaks of and its output.
+    """
+    layer, total = drafter.layer, torch.zeros((), dtype=torch.float64)
     stats = torch.zeros(4, steps)
     for document in range(int(batch.document_ids.max()) + 1):
         where = (batch.document_ids[0] == document).nonzero().flatten().tolist()
@@ -71,9 +77,8 @@ def dense(drafter, batch: Batch, labels: Labels, steps: int):
 
         def joined(hidden, token, position):
             x, residual = layer.inputs(drafter.embed(token.view(1, 1)), hidden.view(1, 1, -1))
-            assert torch.equal(residual[0, 0], hidden)  # EAGLE-3's residual stream
             at = torch.tensor([[position]])
-            return layer.queries(x, at)[0, :, 0], *(t[0, :, 0] for t in layer.keys_values(x, at))
+            return residual, layer.queries(x, at)[0, :, 0], *(t[0, :, 0] for t in layer.keys_values(x, at))
 
         fused = [drafter.fuse(labels.taps[first + t]) for t in range(size)]
         block = [joined(fused[t], ids[t + 1], t) for t in range(size - 1)]
@@ -82,21 +87,21 @@ def dense(drafter, batch: Batch, labels: Labels, steps: int):
             for j in range(steps):
                 if t + 2 + j >= size or not answers[t + 2 : t + 3 + j].all():
                     break
-                q, k, v = block[t] if j == 0 else joined(hidden, ids[t + 1 + j], t + j)
+                residual, q, k, v = block[t] if j == 0 else joined(hidden, ids[t + 1 + j], t + j)
                 own += [] if j == 0 else [(k, v)]
-                seen = [(k, v) for _, k, v in block[: t + 1]] + own
+                seen = [(k, v) for _, _, k, v in block[: t + 1]] + own
                 keys = torch.stack([k for k, _ in seen], 1).repeat_interleave(2, 0)
                 values = torch.stack([v for _, v in seen], 1).repeat_interleave(2, 0)
                 weights = torch.softmax((q[:, None] * keys).sum(-1) / 8**0.5, -1)
                 mixed = (weights[..., None] * values).sum(1)
-                out = layer.finish(hidden.view(1, 1, -1), mixed[None, :, None])[0, 0]
+                out = layer.finish(residual, mixed[None, :, None])[0, 0]
                 at, logits, hidden = first + t + 1 + j, drafter.logits(out), drafter.feedback(out)
                 choice = int(labels.choice[at])
                 right = choice >= 0 and int(logits.argmax()) == choice
                 alive = alive and right
                 stats[1:, j] += torch.tensor([float(right), float(alive), 1.0])
                 if choice >= 0:
-                    loss = -(labels.probabilities[at] * torch.log_softmax(logits, -1)).sum()
+                    loss = add(at, -(labels.probabilities[at] * torch.log_softmax(logits, -1)).sum(), out)
                     stats[0, j] += loss.item()
                     total = total + DECAY**j * loss
     return total, stats
@@ -104,17 +109,18 @@ def dense(drafter, batch: Batch, labels: Labels, steps: int):
 
 def run(drafter, batch: Batch, labels: Labels, steps: int):
     layout = make_layout(batch, steps)
-    return TestTimeTraining(drafter, DECAY)(layout, labels.features(layout))
+    return TestTimeTraining(drafter, DECAY, Objective())(layout, labels.features(layout))
 
 
 def gradients(drafter, loss) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, list(drafter.parameters())))
 
 
-@pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}])
+@pytest.mark.parametrize("fc_norm", [False, True])
+@pytest.mark.parametrize("norm_output", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_equals_dense_reference_forward_and_gradient(steps, flags):
-    drafter = build(type(SHAPE)(**{**SHAPE.__dict__, **flags}))
+def test_equals_dense_reference_forward_and_gradient(steps, norm_output, fc_norm):
+    drafter = build(replace(SHAPE, fc_norm=fc_norm, norm_output=norm_output))
     batch, labels = pack(DOCUMENTS, LENGTH, tokens_of(DOCUMENTS)), Labels(LENGTH)
     loss, stats = run(drafter, batch, labels, steps)
     wanted, wanted_stats = dense(drafter, batch, labels, steps)
@@ -122,6 +128,24 @@ def test_equals_dense_reference_forward_and_gradient(steps, flags):
     torch.testing.assert_close(stats, wanted_stats, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(gradients(drafter, loss), gradients(drafter, wanted), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_objective_of_the_settings_is_what_trains():
+    drafter, batch, labels = build(), pack(DOCUMENTS, LENGTH, tokens_of(DOCUMENTS)), Labels(LENGTH)
+    layout = make_layout(batch, 2)
+    graph = drafter.training_graph(Eagle3Config(ttt_steps=2, objective="tvd"), None)
+    loss, _ = graph(layout, labels.features(layout))
+
+    def rejected(at, _, out):
+        return 1 - torch.minimum(torch.softmax(drafter.logits(out), -1), labels.probabilities[at]).sum()
+
+    wanted, _ = dense(drafter, batch, labels, 2, rejected)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    for mine, theirs in zip(gradients(drafter, loss), gradients(drafter, wanted), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert graph.decay == DECAY
+    asked = drafter.training_graph(Eagle3Config(objective="lk", lk_decay=1.5, jsd_beta=0.5), None).objective
+    assert asked == Objective("lk", decay=1.5)
 
 
 def test_packed_equals_the_sum_of_separate_documents():

@@ -218,7 +218,7 @@ def drafted_keys_survive(patch, engine):
     def extend(rows):
         out = real(rows)
         for row in rows:
-            engine.proposer.keys[row, :, engine.proposer._rows[row].length - 1] += 1
+            engine.proposer.cache.keys[row, :, engine.proposer._rows[row].length - 1] += 1
         return out
 
     patch.setattr(engine.proposer, "_extend", extend)
@@ -279,7 +279,7 @@ def test_members_of_a_merged_tree_are_checked_too(engine, target, plain, monkeyp
     if plant == "small: tokens not yet run":
         after(small, "commit", lambda: [row.pending.reverse() for row in small._rows.values()])
     if plant == "eagle3: draft keys":
-        after(eagle, "propose", lambda: setattr(eagle, "keys", eagle.keys * 1.01))
+        after(eagle, "propose", lambda: setattr(eagle.cache, "keys", eagle.cache.keys * 1.01))
     if plant is None:
         results = merged.generate(PROMPTS[:4], SamplingParams(max_new_tokens=20))
         assert [r.token_ids for r in results] == [r.token_ids[:20] for r in plain[:4]]

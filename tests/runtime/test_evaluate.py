@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-import runtime.evaluate as module
+import runtime.contest as module
 from drafters.config import (
     EvalConfig,
     RuntimeConfig,
@@ -124,10 +124,10 @@ def test_each_prompt_gets_noise_of_its_own(tiny_target):
 
 def test_a_drafter_under_the_working_folder_is_named_without_the_machines_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert module._shown(tmp_path / "outputs" / "export") == "outputs/export"
-    assert module._shown("outputs/export") == "outputs/export"
-    assert module._shown("/elsewhere/export") == "/elsewhere/export"
-    assert module._shown("ngram") == "ngram"
+    assert module.shown(tmp_path / "outputs" / "export") == "outputs/export"
+    assert module.shown("outputs/export") == "outputs/export"
+    assert module.shown("/elsewhere/export") == "/elsewhere/export"
+    assert module.shown("ngram") == "ngram"
 
 
 # ---- where time and drafts went ----------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def accept_blindly(tree: DraftTree, choices: list[int]) -> Verification:
 
 def test_text_that_differs_is_counted_and_logged(tiny_target, oracle, monkeypatch, caplog):
     monkeypatch.setattr("runtime.engine.verify", accept_blindly)
-    with caplog.at_level(logging.INFO, "runtime.evaluate"):
+    with caplog.at_level(logging.INFO, "runtime.contest"):
         report = run(tiny_target, oracle(known=2, wrong_at=3))
     assert (report["identical"], report["near_ties"]) == (1, 0)
     assert [row["identical"] for row in report["per_prompt"]] == [False, False, True]
@@ -309,7 +309,7 @@ def test_text_that_differs_is_counted_and_logged(tiny_target, oracle, monkeypatc
 def test_near_ties_are_counted_apart(tiny_target, oracle, monkeypatch, caplog):
     monkeypatch.setattr("runtime.engine.verify", accept_blindly)
     monkeypatch.setattr(IdentityCheck, "noise", 1e6)
-    with caplog.at_level(logging.INFO, "runtime.evaluate"):
+    with caplog.at_level(logging.INFO, "runtime.contest"):
         report = run(tiny_target, oracle(known=2, wrong_at=3))
     assert (report["identical"], report["near_ties"]) == (1, 2)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -318,7 +318,7 @@ def test_near_ties_are_counted_apart(tiny_target, oracle, monkeypatch, caplog):
 def test_in_half_precision_a_difference_is_a_warning(tiny_folder, oracle, monkeypatch, caplog):
     target = Target.load(TargetConfig(name="tiny", path=str(tiny_folder), dtype="bfloat16", device="cpu"))
     monkeypatch.setattr("runtime.engine.verify", accept_blindly)
-    with caplog.at_level(logging.INFO, "runtime.evaluate"):
+    with caplog.at_level(logging.INFO, "runtime.contest"):
         report = run(target, oracle(wrong_at=1), prompts=PROMPTS[:1])
     assert (report["dtype"], report["identical"], report["near_ties"]) == ("bfloat16", 0, 0)
     assert [record.levelname for record in caplog.records if "leaves plain" in record.getMessage()] == ["WARNING"]

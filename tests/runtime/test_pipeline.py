@@ -55,8 +55,11 @@ def test_max_records_trains_on_the_first_and_counts_them(monkeypatch, tmp_path):
     monkeypatch.setattr(pipeline, "held_out_prompts", lambda run: [])
     meta = {"settings": {"data.source": "builtin"}}
     monkeypatch.setattr(pipeline, "find_responses", lambda *args: SimpleNamespace(records=records, meta=meta))
-    monkeypatch.setattr(pipeline, "make_drafter", lambda run, target, given: seen.update(vocabulary=len(given)))
-    result = SimpleNamespace(stopped=False)
+    drafter = SimpleNamespace(tuned=lambda target: target, measure=lambda batches: seen.update(measured=True))
+    monkeypatch.setattr(
+        pipeline, "make_drafter", lambda run, target, given: seen.update(vocabulary=len(given)) or drafter
+    )
+    result = SimpleNamespace(stopped=False, facts=None)
     monkeypatch.setattr(
         pipeline, "train", lambda drafter, target, given, *rest: seen.update(train=len(given)) or result
     )
@@ -66,5 +69,16 @@ def test_max_records_trains_on_the_first_and_counts_them(monkeypatch, tmp_path):
     )
     overrides = ("trainer.max_records=3", "logger.wandb=false", f"output_dir={tmp_path}")
     pipeline.run_train(settings("train", *overrides), Console(file=io.StringIO()))
-    assert (seen["vocabulary"], seen["train"]) == (3, 3)
+    assert (seen["vocabulary"], seen["train"], seen["measured"]) == (3, 3, True)
     assert (seen["data"].records, seen["data"].tokens) == (3, 1 + 2 + 3)
+
+
+def test_every_mode_of_serve_has_its_job(monkeypatch):
+    seen = []
+    monkeypatch.setattr(pipeline, "set_threads", lambda requested: 1)
+    for name in ("evaluate", "compare", "generate_once", "chat"):
+        monkeypatch.setattr(pipeline, name, lambda run, console, name=name: seen.append(name))
+    modes = (("mode=eval",), ("mode=compare", "drafters=[ngram]"), ("mode=generate", "prompt=x"), ("mode=chat",))
+    for overrides in modes:
+        pipeline.run_serve(settings("serve", *overrides), Console(file=io.StringIO()))
+    assert seen == ["evaluate", "compare", "generate_once", "chat"]

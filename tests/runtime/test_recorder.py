@@ -11,20 +11,18 @@ from drafters.config import BuiltinData
 from drafters.features import CachedFeatures
 from drafters.models.layout import make_layout
 from drafters.store import FOLDER
-from drafters.target import default_taps
 from runtime import pipeline
 from runtime.engine import Engine
 from runtime.proposers.recorder import Recorder
 from runtime.sampling import SamplingParams
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_training_reads_what_collecting_kept(tiny_target, tmp_path, monkeypatch, temperature):
+@pytest.mark.parametrize(("temperature", "taps"), [(0.0, (2, 4, 5)), (1.0, (8,))])
+def test_training_reads_what_collecting_kept(tiny_target, tmp_path, monkeypatch, temperature, taps):
     data = BuiltinData(num_prompts=5, max_new_tokens=9, temperature=temperature, batch_size=3, max_prompt_tokens=200)
     found = pipeline.collect_responses(data, tiny_target, tmp_path, Console(file=io.StringIO()), features=True)
     records = [record for record in found.records if len(record.response_ids) > 1]
     assert len(records) >= 3
-    taps = default_taps(tiny_target.num_layers)
     t2d = torch.ones(tiny_target.vocab_size, dtype=torch.bool)
     batch = collate(records, [(i,) for i in range(len(records))], 400)
     layout = make_layout(batch, 2)

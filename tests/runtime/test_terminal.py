@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -14,6 +15,7 @@ from runtime.metrics import Stats
 from runtime.request import Result
 
 NEW = 12
+TARGET = SimpleNamespace(title="tiny tuned by adapter 0123")
 
 
 def user(text: str) -> dict[str, str]:
@@ -68,6 +70,8 @@ def heard(monkeypatch):
     asked: list[list[dict[str, str]]] = []
 
     class Heard:
+        target = TARGET
+
         def stream(self, messages, params):
             asked.append([dict(message) for message in messages])
             yield from ("answer ", str(len(asked)))
@@ -121,7 +125,8 @@ def test_chat_remembers_the_turns(cfg, console, typed, heard):
     terminal.chat(cfg, console)
     said = {"role": "assistant", "content": "answer 1"}
     assert heard == [[user("one")], [user("one"), said, user("two")]]
-    assert console.export_text().count("tau 1.00") == 2
+    shown = console.export_text()
+    assert shown.count("tau 1.00") == 2 and "chat with tiny tuned by adapter 0123:" in shown
 
 
 @pytest.mark.parametrize("way", ["/exit", EOFError(), KeyboardInterrupt()])
@@ -146,6 +151,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_shown(cfg, console, typed, m
     asked = []
 
     class Stopped:
+        target = TARGET
+
         def stream(self, messages, params):
             asked.append(list(messages))
             yield "half an "
@@ -162,6 +169,8 @@ def test_an_answer_stopped_before_its_first_word_is_forgotten(cfg, console, type
     asked = []
 
     class Stopped:
+        target = TARGET
+
         def stream(self, messages, params):
             asked.append(list(messages))
             raise KeyboardInterrupt

@@ -25,11 +25,16 @@ class DataSummary:
 
 
 def model_card(
-    contract: Contract, license: str, command: str, data: DataSummary | None, report: dict[str, Any] | None
+    contract: Contract,
+    license: str,
+    command: str,
+    data: DataSummary | None,
+    report: dict[str, Any] | None,
+    drift: dict[str, Any] | None = None,
 ) -> str:
     """Return README.md as Markdown with the hub's YAML header; an unknown fact is said to be unknown.
 
-    `report` is serve.py's report.json; ArtifactError names a key it lacks.
+    `report` is serve.py's report.json; ArtifactError names a key it lacks. `drift`: measure_drift's, of an adapter.
     """
     local = contract.target.startswith(("/", ".", "~"))
     # A card travels: of a local path it shows the folder's name, not where the machine keeps it.
@@ -44,7 +49,7 @@ def model_card(
     sections = [
         f"---\n{header}\n---",
         f"# {DIALECTS[contract.family].title} drafter for {name}",
-        "A drafter changes the speed of its target, never a token: the target checks every drafted token.",
+        *_promise(contract, name, drift),
         "## Acceptance",
         _acceptance(report),
         "## Command",
@@ -59,6 +64,24 @@ def model_card(
         _licence(name, license),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _promise(contract: Contract, name: str, drift: dict[str, Any] | None) -> list[str]:
+    if not contract.adapter_sha256:
+        return ["A drafter changes the speed of its target, never a token: the target checks every drafted token."]
+    said = (
+        f"**This export changes the target's text.** It holds an adapter of {name} beside the drafter: outputs equal the "
+        "tuned target's plain decoding, token for token, not the original's. The drafter drafts for the tuned target "
+        "and no other."
+    )
+    if drift is None or drift["kl"] is None:
+        return [said, "## Drift", "Not measured: no record was held out of training."]
+    rows = [
+        ("KL(original || tuned), nats per token", f"{drift['kl']:.4f}"),
+        ("both choose the same token", f"{drift['top1_agreement']:.1%}"),
+        ("held-out response tokens", f"{drift['positions']} of {drift['records']} records"),
+    ]
+    return [said, "## Drift", _table(("measure", "value"), rows)]
 
 
 def _acceptance(report: dict[str, Any] | None) -> str:
@@ -103,6 +126,7 @@ def _fits(contract: Contract, name: str) -> str:
     rows = [
         ("target", name),
         ("target weights sha256", contract.target_weights_sha256),
+        *([("adapter sha256", contract.adapter_sha256)] if contract.adapter_sha256 else []),
         ("tapped states", "; ".join(contract.taps)),
         ("draft vocabulary", f"{contract.graph['draft_vocab_size']} of {contract.graph['vocab_size']} ids"),
         ("trained length", f"{contract.max_length} tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters import artifacts
+from drafters.adapter import FOLDER as ADAPTER_FOLDER
+from drafters.adapter import Adapter
 from drafters.contract import CONTRACT_NAME, Contract, make_contract, read_contract, require_equal
+from drafters.drift import DRIFT_NAME
 from drafters.errors import ArtifactError, ContractError
 from drafters.export.card import DataSummary, model_card
 from drafters.export.dialect import CONFIG_NAME, DIALECTS, EXPORT_DTYPE, VOCAB_NAME, Dialect
@@ -23,6 +27,7 @@ from drafters.target import Target
 from drafters.vocab import DraftVocab
 
 KIND = "export"
+MEASURED_NAME = "measured.json"  # Drafter.measured, where it is not empty
 FEATURE_SHIFT = 1
 _INTEGER_TENSORS = {"d2t": torch.int64, "t2d": torch.bool}
 
@@ -52,13 +57,16 @@ def export_drafter(
     command: str,
     data: DataSummary | None = None,
     report: dict[str, Any] | None = None,
+    beside: Mapping[str, dict[str, Any]] | None = None,
 ) -> Path:
     """Write the drafter as a sealed folder of kind 'export' (bf16) and return its absolute path.
 
+    beside: further JSON files to seal in, by name. The adapter of a tuned target is kept with the drafter.
     The weights are read back and compared bit for bit, and the probe is made from what was read back.
     Raises ContractError when contract, drafter and target do not agree, ArtifactError on non-finite weights.
     """
     contract.check_target(target)
+    contract.check_adapter(target)
     shape = shape_of(contract)
     require_equal("family", contract.family, drafter.family, CONTRACT_NAME)
     require_equal("graph", asdict(shape), asdict(drafter.shape), CONTRACT_NAME)
@@ -68,15 +76,25 @@ def export_drafter(
     _check_vocab(tensors, contract, dialect.weights)
 
     def write(folder: Path) -> None:
-        for name, part in _files(tensors, dialect).items():
+        files = _files(tensors, dialect)
+        files[dialect.weights] |= dialect.repeated(contract, target)
+        for name, part in files.items():
             save_file(part, folder / name, metadata={"format": "pt"})
-        read_back = _read(folder, contract)
+        dialect.complete(folder, target)
+        read_back = _read(folder, contract, target)
         _check_same_bits(tensors, read_back, folder / dialect.weights)
         for name, config in dialect.configs(contract, target).items():
             artifacts.atomic_write_json(folder / name, config)
+        more = {MEASURED_NAME: drafter.measured} if drafter.measured else {}
+        for name, content in (more | dict(beside or {})).items():
+            artifacts.atomic_write_json(folder / name, content)
+        if target.adapter is not None:
+            target.adapter.save(folder / ADAPTER_FOLDER, contract.target)
+            read_again = Adapter.read(folder / ADAPTER_FOLDER).sha256
+            require_equal("adapter_sha256", read_again, contract.adapter_sha256, str(folder / ADAPTER_FOLDER))
         artifacts.atomic_write_json(folder / CONTRACT_NAME, contract.to_json())
         make_probe(_build(contract, read_back, target), target, contract.tap_indices).save(folder / PROBE_NAME)
-        card = model_card(contract, target.config.license, command, data, report)
+        card = model_card(contract, target.config.license, command, data, report, (beside or {}).get(DRIFT_NAME))
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     return artifacts.write_folder(dest, write, KIND, {"family": contract.family})
@@ -89,16 +107,20 @@ def load_drafter(folder: Path, target: Target) -> tuple[Drafter, Contract]:
     target and config.json (ContractError naming the field), tensors (ArtifactError naming the tensor), probe.
     """
     folder = Path(folder)
-    artifacts.verify_folder(folder, KIND)
+    manifest = artifacts.verify_folder(folder, KIND)
     contract = read_contract(folder)
     where = str(folder / CONTRACT_NAME)
     contract.check_target(target, where)
+    contract.check_adapter(target, where)
     shape_of(contract, where)
     _check_config(folder / CONFIG_NAME, contract, target)
-    tensors = _read(folder, contract)
+    tensors = _read(folder, contract, target)
     _check_tensors(tensors, contract, str(folder / DIALECTS[contract.family].weights))
     _check_vocab(tensors, contract, where)
     drafter = _build(contract, tensors, target)
+    if MEASURED_NAME in manifest.files:
+        drafter.measured = _read_json(folder / MEASURED_NAME)
+        drafter.check_measured(str(folder / MEASURED_NAME))
     check_probe(Probe.read(folder / PROBE_NAME), drafter, target, contract.tap_indices)
     return drafter, contract
 
@@ -131,11 +153,20 @@ def _files(tensors: dict[str, Tensor], dialect: Dialect) -> dict[str, dict[str, 
     return {dialect.weights: rest, VOCAB_NAME: vocab}
 
 
-def _read(folder: Path, contract: Contract) -> dict[str, Tensor]:
-    """The tensors of an export under the drafter's own names; those it does not know keep the file's."""
+def _read(folder: Path, contract: Contract, target: Target) -> dict[str, Tensor]:
+    """The tensors of an export under the drafter's own names; those it does not know keep the file's.
+
+    Raises ArtifactError when the file repeats a tensor of the target in another form than the target has it.
+    """
     dialect = DIALECTS[contract.family]
     own = {dialect.rename(name): name for name in _expected(contract)}
     found, _ = read_tensors(folder / dialect.weights)
+    for name, theirs in dialect.repeated(contract, target).items():
+        if name not in found or not torch.equal(found.pop(name), theirs):
+            raise ArtifactError(
+                f"{folder / dialect.weights}: tensor {name} is missing or not the target's own. Copy the folder again, "
+                "or export it again."
+            )
     tensors = {own.get(name, name): tensor for name, tensor in found.items()}
     if not dialect.vocab_inside:
         tensors |= read_tensors(folder / VOCAB_NAME)[0]
@@ -145,19 +176,12 @@ def _read(folder: Path, contract: Contract) -> dict[str, Tensor]:
 def _expected(contract: Contract) -> dict[str, Tensor]:
     """The tensors an export of this contract has, without their numbers."""
     with torch.device("meta"):
-        return build(contract).own_state()
+        return build(contract).exported_state()
 
 
 def _check_config(path: Path, contract: Contract, target: Target) -> None:
     """Engines build the graph from config.json, we from contract.json: they must say the same."""
-    if not path.is_file():
-        raise ArtifactError(f"{path} is missing. Copy the folder again, or export it again.")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArtifactError(
-            f"{path} is not JSON ({error}). Copy the folder again, or export it again."
-        ) from error
+    found = _read_json(path)
     expected = DIALECTS[contract.family].configs(contract, target)[path.name]
     # Which id ends a text is the target's business and changes no number of the drafter.
     for key in sorted((set(found) | set(expected)) - {"bos_token_id", "eos_token_id"}):
@@ -169,9 +193,20 @@ def _check_config(path: Path, contract: Contract, target: Target) -> None:
             )
 
 
+def _read_json(path: Path) -> Any:
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing. Copy the folder again, or export it again.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(
+            f"{path} is not JSON ({error}). Copy the folder again, or export it again."
+        ) from error
+
+
 def _export_tensors(drafter: Drafter) -> dict[str, Tensor]:
     tensors = {}
-    for name, tensor in drafter.own_state().items():
+    for name, tensor in drafter.exported_state().items():
         dtype = _INTEGER_TENSORS.get(name, EXPORT_DTYPE)
         tensors[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
     return tensors
@@ -221,7 +256,7 @@ def _build(contract: Contract, tensors: dict[str, Tensor], target: Target) -> Dr
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             parameter.fill_(float("nan"))
-            if name not in drafter.borrowed:
+            if name in tensors:
                 parameter.copy_(tensors[name])
     drafter.to(target.device, target.dtype)
     drafter.bind(target)

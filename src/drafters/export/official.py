@@ -13,16 +13,12 @@ SGLANG_CONFIG_NAME = "config.sglang.json"
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def official_config(contract: Contract, target: Target) -> dict[str, Any]:
-    """Return config.json for vLLM and SGLang; flags appear only when set, tap ids only when not the default.
-
-    vLLM takes the ids as they are and SGLang adds 1, so they are left out when both would choose them anyway.
-    """
+def decoder_config(contract: Contract, target: Target, hidden_size: int) -> dict[str, Any]:
+    """Return what config.json says of a Llama of one layer, all but its architecture."""
     graph, theta = contract.graph, contract.rope["rope_theta"]
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+    return {
         "model_type": "llama",
-        "hidden_size": graph["hidden_size"],
+        "hidden_size": hidden_size,
         "intermediate_size": graph["intermediate_size"],
         "num_hidden_layers": 1,
         "num_attention_heads": graph["num_heads"],
@@ -32,7 +28,6 @@ def official_config(contract: Contract, target: Target) -> dict[str, Any]:
         "rms_norm_eps": graph["rms_norm_eps"],
         "max_position_embeddings": graph["max_position_embeddings"],
         "vocab_size": graph["vocab_size"],
-        "draft_vocab_size": graph["draft_vocab_size"],
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
@@ -43,6 +38,16 @@ def official_config(contract: Contract, target: Target) -> dict[str, Any]:
         "bos_token_id": target.tokenizer.bos_token_id,
         "eos_token_id": target.tokenizer.eos_token_id,
     }
+
+
+def official_config(contract: Contract, target: Target) -> dict[str, Any]:
+    """Return config.json for vLLM and SGLang; flags appear only when set, tap ids only when not the default.
+
+    vLLM takes the ids as they are and SGLang adds 1, so they are left out when both would choose them anyway.
+    """
+    graph = contract.graph
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": graph["draft_vocab_size"]}
+    config |= decoder_config(contract, target, graph["hidden_size"])
     if graph["target_hidden_size"] != graph["hidden_size"]:
         config["target_hidden_size"] = graph["target_hidden_size"]
     for flag in ("fc_norm", "norm_output"):

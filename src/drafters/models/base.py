@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafters.batches import Batch
-from drafters.errors import ConfigError, ContractError
-from drafters.models.layout import Layout, make_layout
+from drafters.errors import ArtifactError, ConfigError, ContractError
+from drafters.models.layout import Features, Layout, make_layout
 
 if TYPE_CHECKING:
     from drafters.config_drafter import DrafterConfig
@@ -37,11 +38,24 @@ def check_draft_vocab(shape: DrafterShape) -> None:
         )
 
 
+def check_heads(shape: Any) -> None:
+    """Raise ConfigError when the shape's num_heads is no multiple of its num_kv_heads."""
+    if shape.num_heads % shape.num_kv_heads:
+        raise ConfigError(
+            f"drafter.num_heads is {shape.num_heads}, not a multiple of drafter.num_kv_heads {shape.num_kv_heads}. "
+            "Set drafter.num_kv_heads to a divisor."
+        )
+
+
 class Drafter(nn.Module, ABC):
     """A trainable drafter: its graph, its draft vocabulary, and what it borrows of the target."""
 
     family: ClassVar[str]
     shape_type: ClassVar[type]
+    # Whether its training graph runs the target itself and is given Inputs where others are given Features.
+    runs_target: ClassVar[bool] = False
+    further_means: ClassVar[tuple[str, ...]] = ()  # what its training graph tells beside the losses of its steps
+    steps_field: ClassVar[str | None] = "ttt_steps"  # where a graph records the draft steps; None: the shape has them
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
@@ -50,6 +64,7 @@ class Drafter(nn.Module, ABC):
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
         # A plain attribute: the target owns this tensor, so .to() must not copy it nor a save write it.
         self.embedding: Tensor | None = None
+        self.measured: dict[str, Any] = {}  # what measure() found, as JSON values; an export keeps it
 
     # ---- from settings to a drafter
 
@@ -71,18 +86,20 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def graph(cls, shape: DrafterShape, steps: int) -> dict[str, Any]:
         """What a contract records of the graph; steps: the draft steps it was trained for."""
-        return {name: value for name, value in asdict(shape).items() if name != "rope_theta"} | {"ttt_steps": steps}
+        sizes = {name: value for name, value in asdict(shape).items() if name != "rope_theta"}
+        return sizes if cls.steps_field is None else sizes | {cls.steps_field: steps}
 
     @classmethod
     def shape_from(cls, graph: dict[str, Any], rope: dict[str, Any], where: str) -> DrafterShape:
         """The shape that a contract records; raises ContractError naming a field this code cannot run."""
         fields = set(cls.shape_type.__dataclass_fields__)
-        wanted = fields - {"rope_theta"} | {"ttt_steps"}
+        steps = {cls.steps_field} - {None}
+        wanted = fields - {"rope_theta"} | steps
         for key in sorted(wanted ^ set(graph)):
             problem = "is missing" if key in wanted else "is unknown to this code"
             raise ContractError(f"{where}: field graph.{key} {problem}. Use the Outrider version that wrote it.")
-        sizes = {key: value for key, value in graph.items() if key != "ttt_steps"}
-        expected = {"rope_type", "rope_theta"} if "rope_theta" in fields else set()
+        sizes = {key: value for key, value in graph.items() if key not in steps}
+        expected = {"rope_type", "rope_theta"} if cls.rotates(graph) else set()
         if set(rope) != expected or (expected and rope["rope_type"] != "default"):
             raise ContractError(
                 f"{where}: rope is {rope}, this code runs "
@@ -90,6 +107,11 @@ class Drafter(nn.Module, ABC):
                 "Use the Outrider version that wrote it."
             )
         return cls.shape_type(**sizes, **({"rope_theta": rope["rope_theta"]} if expected else {}))
+
+    @classmethod
+    def rotates(cls, graph: dict[str, Any]) -> bool:
+        """Whether a graph, as a contract records it, has rotary positions."""
+        return "rope_theta" in cls.shape_type.__dataclass_fields__
 
     @classmethod
     def rope(cls, shape: DrafterShape) -> dict[str, Any]:
@@ -158,27 +180,70 @@ class Drafter(nn.Module, ABC):
         """state_dict() without what is borrowed: what a checkpoint or an export holds."""
         return {name: value for name, value in self.state_dict().items() if name not in self.borrowed}
 
+    def exported_state(self) -> dict[str, Tensor]:
+        """own_state() without an adapter of the target, which an export keeps as peft does."""
+        return self.own_state()
+
+    def tuned(self, target: Target) -> Target:
+        """The target as the drafter drafts for it: itself, but for families that train an adapter of it."""
+        return target
+
+    def for_decoding(self) -> None:  # noqa: B027
+        """Drop what only training reads; the drafter has its weights and is bound."""
+
     def clone(self) -> Self:
         """A copy that shares the borrowed embedding."""
         return copy.deepcopy(self, {id(self.embedding): self.embedding})
 
     # ---- training
 
+    def initialise(self, cfg: DrafterConfig, target: Target, batch: Batch, taps: tuple[int, ...]) -> None:
+        """Set a new, bound drafter's weights as the settings ask; `batch` is a sample for scales."""
+        if cfg.warm_start:
+            self.warm_start(target, batch, taps)
+
     def warm_start(self, target: Target, batch: Batch, taps: tuple[int, ...]) -> None:  # noqa: B027
         """Start from the target's weights, where the family can; `batch` is a sample for scales."""
 
     @abstractmethod
-    def training_graph(self, cfg: DrafterConfig) -> nn.Module:
+    def training_graph(self, cfg: DrafterConfig, target: Target) -> nn.Module:
         """The module DeepSpeed trains: forward(layout, features) -> loss sum and fp32 statistics [4, steps].
 
+        The trainer keeps its attribute `progress` at the share of the run that is done, from 0 to below 1.
         The statistics' rows: loss sum, positions whose draft equals the target's choice, positions where every
-        draft so far did, supervised positions. A choice outside the draft vocabulary counts as a miss.
+        draft so far did, supervised positions. A choice outside the draft vocabulary counts as a miss. Each of
+        further_means adds two rows, a sum and its count in column 0.
         """
+
+    @classmethod
+    def loss_counts(cls, layout: Layout) -> list[int]:
+        """Positions of each step that the loss is a mean over, those of step k counted with weight decay**k."""
+        return layout.counts()
+
+    @classmethod
+    def rate_group(cls, parameter: str) -> str:
+        """The group whose learning rate a parameter of this name follows."""
+        return ""
+
+    @classmethod
+    def rates(cls, cfg: DrafterConfig, progress: float) -> dict[str, float]:
+        """What trainer.learning_rate is multiplied with for each group, when a share `progress` of the run is done."""
+        return {"": 1.0}
 
     @classmethod
     def layout(cls, batch: Batch, steps: int) -> Layout:
         """Which positions of a batch take part in which of `steps` draft steps."""
         return make_layout(batch, steps)
+
+    # ---- what is measured of it once it is trained
+
+    def measure(self, batches: Iterable[tuple[Layout, Features]]) -> None:  # noqa: B027
+        """Put into `measured` what the runtime wants to know of it beside its weights, from held-out batches."""
+
+    def check_measured(self, where: str) -> None:
+        """Raise ArtifactError when `measured`, read back from the file `where`, is not what measure() leaves."""
+        if self.measured:
+            raise ArtifactError(f"{where}: family {self.family} keeps nothing beside its weights. Export it again.")
 
     # ---- the probe
 

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from drafters.batches import Batch
 from drafters.config_drafter import Eagle3Config
-from drafters.errors import ConfigError
 from drafters.facts import sizes_for
-from drafters.models.base import check_draft_vocab
-from drafters.models.layers import INITIALIZER_STD, DraftHead, Eagle3Layer
+from drafters.models.base import check_draft_vocab, check_heads
+from drafters.models.layers import INITIALIZER_STD, DraftHead, Eagle3Layer, layer_config
 from drafters.models.recurrent import RecurrentDrafter
 from drafters.target import Target, default_taps
 from drafters.warm_start import warm_start
@@ -41,27 +39,7 @@ class Eagle3Shape:
 
     def __post_init__(self) -> None:
         check_draft_vocab(self)
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"drafter.num_heads is {self.num_heads}, not a multiple of drafter.num_kv_heads "
-                f"{self.num_kv_heads}. Set drafter.num_kv_heads to a divisor."
-            )
-
-    def llama_config(self) -> LlamaConfig:
-        """Return the transformers configuration of the one decoder layer."""
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=1,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-            max_position_embeddings=self.max_position_embeddings,
-            vocab_size=self.vocab_size,
-            hidden_act="silu",
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-        )
+        check_heads(self)
 
 
 class Eagle3Drafter(RecurrentDrafter):
@@ -77,7 +55,7 @@ class Eagle3Drafter(RecurrentDrafter):
         if shape.fc_norm:
             norms = (LlamaRMSNorm(shape.target_hidden_size, eps=eps) for _ in range(shape.num_taps))
             self.fc_norm = nn.ModuleList(norms)
-        self.midlayer = Eagle3Layer(shape.llama_config())
+        self.midlayer = Eagle3Layer(layer_config(shape, shape.hidden_size))
         self.norm = LlamaRMSNorm(shape.hidden_size, eps=eps)
         self.lm_head = DraftHead(shape.hidden_size, shape.draft_vocab_size)
         for module in self.modules():
@@ -135,6 +113,6 @@ class Eagle3Drafter(RecurrentDrafter):
     def warm_start(self, target: Target, batch: Batch, taps: tuple[int, ...]) -> None:
         warm_start(self, target, batch, taps)
 
-    def training_graph(self, cfg: Eagle3Config) -> nn.Module:
+    def training_graph(self, cfg: Eagle3Config, target: Target) -> nn.Module:
         self.lm_head.weight.requires_grad_(cfg.train_lm_head)
-        return super().training_graph(cfg)
+        return super().training_graph(cfg, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,41 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 INITIALIZER_STD = 0.02
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of whole texts: position i sees keys 0 to i."""
+    return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+
+
+class LayerShape(Protocol):
+    """The sizes of a one-layer drafter's shape that its decoder layer needs."""
+
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    vocab_size: int
+
+
+def layer_config(shape: LayerShape, hidden_size: int) -> LlamaConfig:
+    """The transformers configuration of one decoder layer."""
+    return LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        max_position_embeddings=shape.max_position_embeddings,
+        vocab_size=shape.vocab_size,
+        hidden_act="silu",
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+    )
 
 
 class DraftHead(nn.Linear):
@@ -47,22 +83,18 @@ class DraftRotary(LlamaRotaryEmbedding):
         return self
 
 
-class DraftLayer(nn.Module):
-    """A decoder layer that joins embedding and hidden in a way of its own; the caller supplies the attention.
+class AttentionLayer(nn.Module):
+    """A decoder layer whose caller supplies the attention itself; a subclass has the modules named here."""
 
-    A subclass has self_attn (q, k, v and o projections and their sizes), rotary, and what inputs() and finish() use.
-    """
-
-    self_attn: nn.Module
+    self_attn: DraftAttention
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
     rotary: DraftRotary
-
-    def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, and the residual stream, of embedding and hidden [B, T, H]."""
-        raise NotImplementedError
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Add attended [B, nq, T, d] and the MLP to residual [B, T, H]; returns the layer's output."""
-        raise NotImplementedError
+        hidden = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
         return x.view(*x.shape[:-1], count, self.self_attn.head_dim).transpose(1, 2)
@@ -82,6 +114,14 @@ class DraftLayer(nn.Module):
         keys = self._rotate(self._heads(attention.k_proj(joined), attention.num_kv_heads), position_ids)
         return keys, self._heads(attention.v_proj(joined), attention.num_kv_heads)
 
+
+class DraftLayer(AttentionLayer):
+    """A decoder layer that joins embedding and hidden in a way of its own."""
+
+    def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and the residual stream, of embedding and hidden [B, T, H]."""
+        raise NotImplementedError
+
     def forward(self, embedding: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """Run the layer on embedding and hidden [B, T, H]; attend maps (q, k, v) to [B, nq, T, d]."""
         joined, residual = self.inputs(embedding, hidden)
@@ -89,15 +129,14 @@ class DraftLayer(nn.Module):
         return self.finish(residual, attend(self.queries(joined, position_ids), keys, values))
 
 
-class Eagle3Attention(nn.Module):
-    """Grouped-query attention over cat(embedding, hidden); the caller supplies the attention itself."""
+class DraftAttention(nn.Module):
+    """Projections of grouped-query attention over inputs of some width; the caller supplies the attention itself."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, width: int) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        width = 2 * config.hidden_size
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
@@ -112,14 +151,10 @@ class Eagle3Layer(DraftLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.hidden_norm = LlamaRMSNorm(size, eps=eps)
         self.input_layernorm = LlamaRMSNorm(size, eps=eps)
-        self.self_attn = Eagle3Attention(config)
+        self.self_attn = DraftAttention(config, 2 * size)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.rotary = DraftRotary(config)
 
     def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1), hidden
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))

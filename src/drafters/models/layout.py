@@ -68,8 +68,12 @@ def _segments(documents: Tensor, active: Tensor, rows: Tensor) -> list[Segment]:
     return [Segment(*bounds) for bounds in found if bounds[1] > bounds[0]]
 
 
-def make_layout(batch: Batch, ttt_steps: int) -> Layout:
-    """Lay a batch of packed rows out for `ttt_steps` draft steps; no step ever crosses a document."""
+def make_layout(batch: Batch, ttt_steps: int, ahead: int = 1) -> Layout:
+    """Lay a batch of packed rows out for `ttt_steps` draft steps; no step ever crosses a document.
+
+    ahead: how far the token read at a position is ahead of it; 0 for a language model of its own, which reads token t
+    there and predicts t+1.
+    """
     rows, length = batch.ids.shape
     real = batch.document_ids >= 0
     unique = batch.document_ids + torch.arange(rows)[:, None] * length
@@ -88,7 +92,7 @@ def make_layout(batch: Batch, ttt_steps: int) -> Layout:
     taking = torch.ones(rows * length, dtype=torch.bool)
     previous = None
     for j in range(ttt_steps):
-        taking = taking & answers(j + 2)
+        taking = taking & answers(j + 1 + ahead)
         at = taking.nonzero().flatten()
         reach = torch.searchsorted(active, at)
         steps.append(
@@ -96,13 +100,13 @@ def make_layout(batch: Batch, ttt_steps: int) -> Layout:
                 kept=reach if previous is None else torch.searchsorted(previous, at),
                 reach=reach,
                 position_ids=positions[at] + j,
-                tokens=ids[at + 1 + j],
-                teacher=torch.searchsorted(teacher, at + 1 + j),
+                tokens=ids[at + ahead + j],
+                teacher=torch.searchsorted(teacher, at + ahead + j),
                 segments=_segments(unique.view(-1), active, at),
             )
         )
         previous = at
-    return Layout(active, ids[active + 1], positions[active], teacher, steps)
+    return Layout(active, ids[active + ahead], positions[active], teacher, steps)
 
 
 @dataclass(frozen=True)
@@ -111,3 +115,12 @@ class Features:
 
     taps: Tensor
     teacher: Teacher
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A batch for a graph that runs the target itself: ids, position_ids [B, T], mask bool [B, 1, T, T]."""
+
+    ids: Tensor
+    position_ids: Tensor
+    mask: Tensor

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from drafters.batches import Batch
 from drafters.config_drafter import MedusaConfig
 from drafters.models.base import check_draft_vocab
-from drafters.models.heads import HeadsDrafter
+from drafters.models.heads import HeadsDrafter, ResBlock
 from drafters.models.layers import DraftHead
 from drafters.target import Target
 
@@ -31,33 +30,25 @@ class MedusaShape:
         check_draft_vocab(self)
 
 
-class ResBlock(nn.Module):
-    """x + SiLU(Wx + b), W and b zero at the start: a new head says what the target said one token before."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + functional.silu(self.linear(x))
-
-
 class MedusaDrafter(HeadsDrafter):
     """K independent heads: each sees the target's feature of token t, none sees what the others drafted."""
 
     family = "medusa"
     shape_type = MedusaShape
+    reads_drafts = False
 
     def __init__(self, shape: MedusaShape) -> None:
         super().__init__(shape)
         size = shape.target_hidden_size
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResBlock(size) for _ in range(shape.num_layers))) for _ in range(shape.num_heads)
+        # Numbered as in Medusa's files: head i holds its blocks 0..n-1 and, where it has one, its output head n.
+        self.heads = nn.ModuleList(
+            nn.ModuleList(ResBlock(size) for _ in range(shape.num_layers)) for _ in range(shape.num_heads)
         )
-        count = shape.num_heads if shape.own_heads else 1
-        self.lm_heads = nn.ModuleList(DraftHead(size, shape.draft_vocab_size) for _ in range(count))
+        if shape.own_heads:
+            for head in self.heads:
+                head.append(DraftHead(size, shape.draft_vocab_size))
+        else:
+            self.lm_head = DraftHead(size, shape.draft_vocab_size)
 
     @classmethod
     def shape_for(cls, cfg: MedusaConfig, target: Target) -> MedusaShape:
@@ -72,16 +63,12 @@ class MedusaDrafter(HeadsDrafter):
 
     @property
     def borrowed(self) -> tuple[str, ...]:
-        return () if self.shape.own_heads else ("lm_heads.0.weight",)
+        return () if self.shape.own_heads else ("lm_head.weight",)
 
     def bind(self, target: Target) -> None:
         super().bind(target)
         if not self.shape.own_heads:
-            self.lm_heads[0].borrow(target.head_weight, self.t2d)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.blocks[0][0].linear.weight.dtype
+            self.lm_head.borrow(target.head_weight, self.t2d)
 
     def read(self, taps: Tensor) -> Tensor:
         return taps.to(self.dtype)
@@ -90,14 +77,16 @@ class MedusaDrafter(HeadsDrafter):
         return state
 
     def before_head(self, index: int, state: Tensor) -> Tensor:
-        return self.blocks[index](state)
+        for layer in range(self.shape.num_layers):
+            state = self.heads[index][layer](state)
+        return state
 
     def output_head(self, index: int) -> DraftHead:
-        return self.lm_heads[index if self.shape.own_heads else 0]
+        return self.heads[index][self.shape.num_layers] if self.shape.own_heads else self.lm_head
 
     @torch.no_grad()
     def warm_start(self, target: Target, batch: Batch, taps: tuple[int, ...]) -> None:
         """Start own output heads from the target's."""
         if self.shape.own_heads:
-            for head in self.lm_heads:
-                head.weight.copy_(target.head_weight[self.t2d])
+            for index in range(self.shape.num_heads):
+                self.output_head(index).weight.copy_(target.head_weight[self.t2d])

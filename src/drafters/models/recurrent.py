@@ -6,14 +6,14 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from drafters.models.base import Drafter
-from drafters.models.layers import Attend, DraftHead, DraftLayer
+from drafters.models.layers import Attend, DraftHead, DraftLayer, causal_attention
 
 if TYPE_CHECKING:
     from drafters.config_drafter import RecurrentConfig
     from drafters.models.ttt import TestTimeTraining
+    from drafters.target import Target
 
 
 class RecurrentDrafter(Drafter):
@@ -55,17 +55,13 @@ class RecurrentDrafter(Drafter):
         return self.layer(self.embed(ids), hidden, position_ids, attend)
 
     def first_logits(self, ids: Tensor, taps: Tensor, position_ids: Tensor) -> Tensor:
-        return self.logits(self.forward_layer(ids[:, 1:], self.fuse(taps), position_ids, _causal))
+        return self.logits(self.forward_layer(ids[:, 1:], self.fuse(taps), position_ids, causal_attention))
 
-    def training_graph(self, cfg: RecurrentConfig) -> nn.Module:
-        return _training(self, cfg.ttt_decay)
+    def training_graph(self, cfg: RecurrentConfig, target: Target) -> nn.Module:
+        return _training(self, cfg)
 
 
-def _training(drafter: RecurrentDrafter, decay: float) -> TestTimeTraining:
+def _training(drafter: RecurrentDrafter, cfg: RecurrentConfig) -> TestTimeTraining:
     from drafters.models.ttt import TestTimeTraining  # it needs this module's class
 
-    return TestTimeTraining(drafter, decay)
-
-
-def _causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    return TestTimeTraining(drafter, cfg.ttt_decay, cfg.loss)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from drafters.config_drafter import Objective
 from drafters.models.attention import block_diagonal_attention
-from drafters.models.layout import Features, Layout
+from drafters.models.layout import Features, Layout, Step
 from drafters.models.recurrent import RecurrentDrafter
 from drafters.models.scoring import score
 
@@ -16,16 +17,26 @@ class TestTimeTraining(nn.Module):
 
     __test__ = False
 
-    def __init__(self, drafter: RecurrentDrafter, decay: float) -> None:
+    def __init__(self, drafter: RecurrentDrafter, decay: float, objective: Objective) -> None:
         super().__init__()
         self.drafter = drafter
         self.decay = decay
+        self.objective = objective
+
+    def entry(self, layout: Layout, features: Features) -> Tensor:
+        """The layer's hidden input [A, H] at active positions."""
+        return self.drafter.fuse(features.taps)
+
+    def step_loss(self, j: int, step: Step, out: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+        """Loss sum of draft step j's layer outputs [S, H], and bool [S]: is the draft the target's choice."""
+        read, index = self.drafter.before_head(out), step.teacher.to(out.device)
+        return score(self.drafter.lm_head, read, features.teacher, index, self.objective)
 
     def forward(self, layout: Layout, features: Features) -> tuple[Tensor, Tensor]:
         """Return the decayed loss sum over all steps and the statistics that Drafter.training_graph describes."""
         drafter, layer = self.drafter, self.drafter.layer
         device = features.taps.device
-        hidden = drafter.fuse(features.taps)[None]
+        hidden = self.entry(layout, features)[None]
         joined, residual = layer.inputs(drafter.embed(layout.tokens.to(device))[None], hidden)
         keys, values = layer.keys_values(joined, layout.position_ids.to(device)[None])
         loss = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=device)
@@ -47,8 +58,7 @@ class TestTimeTraining(nn.Module):
                 queries, keys[0], values[0], diagonal, step.segments, step.reach.to(device)
             )
             out = layer.finish(residual, mixed[None])
-            read = drafter.before_head(out[0])
-            loss_sum, right = score(drafter.lm_head, read, features.teacher, step.teacher.to(device))
+            loss_sum, right = self.step_loss(j, step, out[0], features)
             alive = alive & right
             loss = loss + self.decay**j * loss_sum
             counts = torch.stack((right.sum(), alive.sum(), alive.new_tensor(len(alive), dtype=torch.int64)))

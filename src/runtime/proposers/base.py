@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.sampling import DraftNoise
 from runtime.tree import DraftTree
@@ -38,7 +38,12 @@ class Proposer(ABC):
     name: str
     taps: tuple[int, ...] = ()  # HF hidden_states indices it needs of the target
     wants_logits: bool = False  # observe() is called
+    weights: int = 0  # of models of its own, those borrowed from the target not among them
     trained_depth: int | None = None  # drafts deeper than this were never trained: a merged tree leaves them to others
+
+    def models(self) -> tuple[nn.Module, ...]:
+        """The models it runs, for what they cost in memory; none where it looks drafts up."""
+        return ()
 
     def reserve(self, num_rows: int, num_slots: int) -> None:  # noqa: B027 (most proposers keep no cache)
         """Caches must hold num_rows rows of num_slots tokens from now on; called while no row runs."""

@@ -1,4 +1,4 @@
-"""How draft trees grow: which continuations rank first, and the shapes of trees drawn for the rejection rule."""
+"""How draft trees grow: which continuations rank first, candidates level by level, and trees of a settled shape."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.proposers.base import Budget
+from runtime.tree import DraftTree, best_nodes
 
 # Coupled drafting ranks by log_softmax((log q + g) / s): sums of log q + g themselves do not penalise depth, as the
 # largest of the noise has a positive mean. Flat between 1 and 2.
@@ -50,21 +51,143 @@ def rank(log_probs: Tensor, budgets: Sequence[Budget], depth: int, target_ids: T
 
 
 def fixed_shape(nodes: int, depth: int, top_k: int) -> list[list[int]]:
-    """Children counts of a tree of `nodes` nodes, level by level: shape[l][i] is the count of the i-th node at depth l.
+    """best_shape() of a tree that is drawn for the rejection rule.
 
-    Depends on the budget alone, as the rejection rule asks: pruning by what was drawn would not be lossless.
+    Depends on the budget alone, as that rule asks: pruning by what was drawn would not be lossless.
+    """
+    return best_shape([[RANK_CHANCE * RANK_DECAY**rank for rank in range(top_k)]] * depth, nodes)
+
+
+def best_shape(chances: Sequence[Sequence[float]], nodes: int) -> list[list[int]]:
+    """Children counts, level by level, of the likeliest tree: shape[l][i] is the count of the i-th node at depth l.
+
+    chances[l][r]: chance of the child of rank r below a node at depth l, falling with r. The tree has `nodes` nodes,
+    the root included, or as many as there are; each is the best one left (greedy, Medusa, arXiv 2401.10774, 2.3.3).
     """
     taken: list[tuple[int, ...]] = []  # a node is its path of ranks
-    heap = [(-RANK_CHANCE, (0,))]
+    heap = [(-chances[0][0], 1.0, (0,))] if chances else []  # chance of the path, that of its parent, the path
     while heap and len(taken) < nodes - 1:
-        chance, path = heapq.heappop(heap)
+        below, above, path = heapq.heappop(heap)
         taken.append(path)
-        if len(path) < depth:
-            heapq.heappush(heap, (chance * RANK_CHANCE, (*path, 0)))
-        if path[-1] + 1 < top_k:
-            heapq.heappush(heap, (chance * RANK_DECAY, (*path[:-1], path[-1] + 1)))
+        level, rank = len(path), path[-1] + 1
+        if level < len(chances):
+            heapq.heappush(heap, (below * chances[level][0], -below, (*path, 0)))
+        if rank < len(chances[level - 1]):
+            heapq.heappush(heap, (-above * chances[level - 1][rank], above, (*path[:-1], rank)))
     levels: list[list[tuple[int, ...]]] = [[()]]
     while levels[-1]:
         levels.append(sorted(path for path in taken if len(path) == len(levels)))
     pairs = zip(levels, levels[1:-1])
     return [[sum(child[:-1] == path for child in below) for path in level] for level, below in pairs]
+
+
+class Candidates:
+    """Continuations found level by level for all rows at once, the best of which become trees (EAGLE-2)."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.scores = torch.zeros(rows, 1, device=device)  # log probability of the nodes that go on
+        self._numbers = torch.zeros(rows, 1, dtype=torch.long, device=device)  # theirs, the root being 0
+        self._count = 1
+        self._levels: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """A level: target ids [B, n, k] and conditional log scores [B, n, k] below the n nodes that go on.
+
+        n = 1 with more nodes going on: all continue alike. Returns the ids [B, k] of the nodes that go on now, and
+        which of those before [B, k] each hangs below.
+        """
+        width = scores.shape[-1]
+        total = (scores + self.scores[..., None]).flatten(1)
+        tokens = tokens.expand(-1, self.scores.shape[1], -1).flatten(1)
+        self._levels.append((tokens, self._numbers.repeat_interleave(width, 1), total))
+        self.scores, best = total.topk(width, dim=-1)
+        self._numbers = best + self._count
+        self._count += total.shape[1]
+        return tokens.gather(1, best), best // width
+
+    def trees(self, source: str, roots: Sequence[int], budgets: Sequence[Budget]) -> list[DraftTree]:
+        """The best candidates of each row within its budget."""
+        tokens, parents, scores = (torch.cat(parts, 1).cpu() for parts in zip(*self._levels))
+        sizes = [level[0].shape[1] for level in self._levels]
+        depths = torch.tensor([depth for depth, size in enumerate(sizes, start=1) for _ in range(size)])
+        return [
+            _select(source, root, tokens[b], parents[b], depths, scores[b], budget)
+            for b, (root, budget) in enumerate(zip(roots, budgets))
+        ]
+
+
+def _select(
+    source: str, root: int, tokens: Tensor, parents: Tensor, depths: Tensor, scores: Tensor, budget: Budget
+) -> DraftTree:
+    """The best candidates [M] of one row, as a tree."""
+    allowed = int((depths <= budget.depth).sum())  # levels are appended in order: a prefix
+    kept = best_nodes(scores[None, :allowed], min(budget.nodes - 1, allowed))[0]
+    number = {0: 0} | {int(node) + 1: index + 1 for index, node in enumerate(kept)}
+    return DraftTree(
+        (root, *tokens[kept].tolist()),
+        (-1, *(number[parent] for parent in parents[kept].tolist())),
+        (0, *depths[kept].tolist()),
+        (0.0, *scores[kept].tolist()),
+        ("", *[source] * len(kept)),
+    )
+
+
+class ShapedTree:
+    """One row's tree of a shape settled beforehand, children filled in level by level."""
+
+    def __init__(self, root: int, shape: list[list[int]], target_ids: Tensor) -> None:
+        """shape: see best_shape. target_ids: int64 [Vd], what each draft id means to the target."""
+        self.shape, self.target_ids = shape, target_ids
+        self.tokens, self.parents, self.depths, self.scores = [root], [-1], [0], [0.0]
+        self.level = [0]  # the nodes whose children come next
+        self._laws: list[tuple[list[int], Tensor]] = []
+        size = sum(map(sum, shape)) + 1
+        self.ancestors = torch.eye(size, dtype=torch.bool)  # [N, N]: each node's own path
+
+    @property
+    def depth(self) -> int:
+        """Depth of the nodes that add() will add."""
+        return self.depths[-1] + 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether every level of the shape is there."""
+        return self.depths[-1] == len(self.shape)
+
+    def add(self, log_probs: Tensor, ranking: Tensor) -> list[int]:
+        """Gives each node of `level` its children, the first of its ranking; both [n, Vd], n = 1 serving all nodes.
+
+        log_probs: log q, which the scores are made of. Returns for each new node, which are `level` now, the place of
+        its parent in the level before.
+        """
+        counts = self.shape[self.depths[-1]]
+        order = ranking.topk(max(counts), dim=-1).indices
+        logs, tokens = log_probs.gather(-1, order).tolist(), self.target_ids[order].tolist()
+        self._laws.append((self.level, log_probs))
+        depth, above, children = self.depth, [], []
+        for place, (node, count) in enumerate(zip(self.level, counts)):
+            row = place if len(tokens) > 1 else 0
+            for token, log_chance in zip(tokens[row][:count], logs[row]):
+                child = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.depths.append(depth)
+                self.scores.append(self.scores[node] + log_chance)
+                self.ancestors[child] |= self.ancestors[node]
+                children.append(child)
+                above.append(place)
+        self.level = children
+        return above
+
+    def tree(self, source: str, vocab_size: int | None = None) -> DraftTree:
+        """The tree; vocab_size: the target's, of a tree whose children were drawn: with the laws they came from."""
+        probs = None
+        if vocab_size is not None:
+            probs = torch.zeros(len(self.tokens), vocab_size, dtype=torch.float64)
+            for nodes, log_probs in self._laws:
+                probs[torch.tensor(nodes)[:, None], self.target_ids.cpu()] = log_probs.double().exp().cpu()
+            probs = probs / probs.sum(-1, keepdim=True).clamp_min(1e-300)
+        sources = ("", *[source] * (len(self.tokens) - 1))
+        return DraftTree(
+            tuple(self.tokens), tuple(self.parents), tuple(self.depths), tuple(self.scores), sources, probs
+        )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.calibration import Calibration
 from runtime.proposers.base import Budget, Held, Proposer
@@ -66,8 +66,12 @@ class MergeProposer(Proposer):
         self.members = tuple(members)
         self.calibration = calibration
         self.name = "+".join(member.name for member in members)
+        self.weights = sum(member.weights for member in members)
         self.taps = tuple(sorted({tap for member in members for tap in member.taps}))
         self.wants_logits = any(member.wants_logits for member in members)
+
+    def models(self) -> tuple[nn.Module, ...]:
+        return tuple(model for member in self.members for model in member.models())
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         for member in self.members:

@@ -9,11 +9,12 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.config import TargetConfig
 from drafters.contract import hash_tokenizer
 from drafters.errors import ContractError
+from drafters.models.small import SmallDrafter
 from drafters.target import Target
 from runtime.debug import cache_state, recompute
 from runtime.forward import TargetRunner
@@ -64,7 +65,7 @@ class _Draft:
         if self.drawn_from:
             probs = torch.zeros(len(self.parents), vocab_size, dtype=torch.float64)
             for node, row in self.drawn_from.items():
-                probs[node, : len(row)] = row
+                probs[node] = row
         return DraftTree(
             (self.root, *self.tokens),
             tuple(self.parents),
@@ -85,12 +86,22 @@ class SmallProposer(Proposer):
 
     name = "small"
 
-    def __init__(self, model: Target, vocab_size: int, top_k: int) -> None:
-        """vocab_size: rows of the target's head. top_k: most children of a chain node."""
+    def __init__(self, model: Target, vocab_size: int, top_k: int, target_ids: Tensor | None = None) -> None:
+        """vocab_size: rows of the target's head. top_k: most children of a chain node.
+
+        target_ids int64 [Vd]: what each row of the model's head means to the target; None: its own number.
+        """
         self.model = model
         self.vocab_size = vocab_size
-        self.top_k = min(top_k, vocab_size)
+        if target_ids is None:  # heads may be padded apart
+            rows = min(model.model.get_output_embeddings().out_features, vocab_size)
+            target_ids = torch.arange(rows, device=model.device)
+        self.target_ids = target_ids
+        self.top_k = min(top_k, len(target_ids))
         self._rows: dict[int, _Row] = {}
+
+    def models(self) -> tuple[nn.Module, ...]:
+        return (self.model.model,)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         self._runner = TargetRunner(self.model, num_rows, num_slots, ())
@@ -154,18 +165,29 @@ class SmallProposer(Proposer):
     def _branch(self, drafts: list[_Draft], logits: Tensor, level: int) -> None:
         """Adds a level to each draft from the logits [R, V] after its chain."""
         budgets = [draft.budget for draft in drafts]
-        ids = torch.arange(min(logits.shape[-1], self.vocab_size), device=logits.device)  # heads may be padded apart
+        ids = self.target_ids
         logq = draft_log_probs(logits[:, None, : len(ids)], budgets)
         ranks = rank(logq, budgets, level, ids)[:, 0]
         logq = logq[:, 0]
         widths = [self._width(budget, level) for budget in budgets]
         best = ranks.topk(max(widths), -1).indices
+        chosen = ids[best].tolist()
         drawn = torch.tensor([budget.drawn for budget in budgets], device=logits.device)[:, None]
         logs = torch.where(drawn, logq, ranks).gather(1, best).tolist()
-        for index, (draft, width, tokens) in enumerate(zip(drafts, widths, best.tolist())):
+        for index, (draft, width, tokens) in enumerate(zip(drafts, widths, chosen)):
             if draft.budget.drawn:
-                draft.drawn_from[draft.tip] = logq[index].double().exp().cpu()
+                law = torch.zeros(self.vocab_size, dtype=torch.float64)
+                law[ids.cpu()] = logq[index].double().exp().cpu()
+                draft.drawn_from[draft.tip] = law
             draft.branch(tokens[:width], logs[index][:width])
+
+
+def distilled(drafter: SmallDrafter, target: Target, top_k: int) -> SmallProposer:
+    """A proposer from a trained small model, bound and on the target's device; it drafts the draft vocabulary."""
+    folder = target.folder  # of its tokenizer
+    model = Target(drafter.language_model(), target.tokenizer, target.config, folder, target.eos_ids)
+    ids = drafter.draft_to_target(torch.arange(drafter.shape.draft_vocab_size, device=target.device))
+    return SmallProposer(model, target.vocab_size, top_k, ids)
 
 
 def check_tokenizer(model: Target, target: Target) -> None:
