@@ -199,7 +199,7 @@ class Batches:
         return max(1, math.ceil(rows / self.rows_per_step)) if epochs else 0
 
     def seen(self, steps: int) -> int:
-        """Return the supervised tokens of the first `steps` optimiser steps of all ranks, one seen twice counted twice."""
+        """Return the supervised tokens of the first `steps` optimiser steps, all ranks; one seen twice counts twice."""
         return sum(self._supervised(i) for step in range(steps) for row in self.rows(step) for i in row)
 
     def rows(self, index: int) -> list[tuple[int, ...]]:

@@ -181,11 +181,12 @@ def _shifted_mask(found: Measures) -> Iterator[Finding]:
     share = bounds.shifted / bounds.records
     if share > SOME:
         late = bounds.shift is not None and bounds.shift > 0
-        where = "holds the first tokens of the answer" if late else "ends inside the template's header"
+        where = "holds the first of the answer" if late else "ends inside the template's header"
+        size = abs(bounds.shift or 0)
         yield Finding(
             "shifted_mask",
             f"in {bounds.shifted} of {bounds.records} records the boundary between prompt and answer is off, mostly by "
-            f"{abs(bounds.shift or 0)} tokens: the prompt {where}, so the loss mask covers the wrong tokens.",
+            f"{size} token{'' if size == 1 else 's'}: the prompt {where}, so the loss mask covers the wrong tokens.",
             "Split each record where the generation prompt ends (distill.py does), then train again.",
             share * found.room,
         )

@@ -228,11 +228,12 @@ def restricted(layout: Layout, roots: Sequence[int]) -> Layout:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; none where it kept none."""
+    """The lines of a run's metrics.jsonl but for one cut short by a kill; none where it kept none."""
     path = folder / FILE_NAME
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def learning_curve(rows: Sequence[dict[str, Any]], tokens_per_step: float, tau: float) -> Curve | None:

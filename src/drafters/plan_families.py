@@ -70,10 +70,10 @@ def _once(cfg: DrafterConfig) -> int:
 
 @dataclass(frozen=True)
 class Formula:
-    """taps: tapped hidden states; None: nothing the target says can be kept. parameters: (all, trained), the borrowed embedding not among them. saved: numbers
-    kept for backward per position and draft step, logits apart. passes: how often a row token meets a parameter.
-    depth: draft steps that are kept for backward at most. target_passes: how often a row token meets a parameter of the
-    target, a backward pass to its inputs counted as one more."""
+    """taps: tapped hidden states; None: nothing the target says can be kept. parameters: (all, trained), the borrowed
+    embedding not among them. saved: numbers kept for backward per position and draft step, logits apart. passes: how
+    often a row token meets a parameter. depth: draft steps that are kept for backward at most. target_passes: how often
+    a row token meets a parameter of the target, a backward pass to its inputs counted as one more."""
 
     taps: int | None
     parameters: Callable[[DrafterConfig, TargetFacts], tuple[int, int]]

@@ -45,7 +45,7 @@ def compare(cfg: ServeRun, console: Console) -> list[dict[str, Any]]:
     prompts = eval_prompts(cfg.eval)
     contest = Contest(target, drafters, prompts, cfg.runtime, cfg.eval, cfg.sampling)
     contest.run(console)
-    entries = [_entry(contest, name, path, target) for name, path in drafters.items()]
+    entries = [_entry(contest, name, path) for name, path in drafters.items()]
     out_dir = Path(cfg.output_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     atomic_write_json(out_dir / JSON_NAME, entries)
@@ -73,7 +73,7 @@ def _label(kind: str, folder: Path | None) -> str:
     return full.parent.name if full.name == "export" else full.name
 
 
-def _entry(contest: Contest, name: str, path: str, target: Target) -> dict[str, Any]:
+def _entry(contest: Contest, name: str, path: str) -> dict[str, Any]:
     """The entry of one drafter; answers the prompts once more, at temperature 1."""
     report = contest.report(name)
     engine, share = contest.engines[name], report["time_share"]
@@ -85,7 +85,7 @@ def _entry(contest: Contest, name: str, path: str, target: Target) -> dict[str, 
     return {
         "name": name,
         "params": engine.proposer.weights,
-        "extra_bytes": memory_bytes(engine.proposer, target),
+        "extra_bytes": memory_bytes(engine.proposer, contest.target),
         "train_tokens": _sum(facts, "train_tokens"),
         "train_minutes": _sum(facts, "train_minutes"),
         "acceptance_length_t1": warm.acceptance_length,

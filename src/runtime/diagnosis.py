@@ -20,7 +20,7 @@ from drafters.generation import record_seed
 from drafters.saved_run import NAME as SETTINGS_NAME
 from drafters.schedule import hold_out
 from drafters.threads import set_threads
-from runtime.contest import acceptance_at, encode
+from runtime.contest import acceptance_at, encode, shown
 from runtime.engine import Engine, EngineConfig
 from runtime.evaluate import borrowed
 from runtime.loading import load_proposer
@@ -51,7 +51,7 @@ def run_doctor(run: TrainRun, console: Console) -> list[Finding]:
     out_dir = folder if (folder / SETTINGS_NAME).is_file() else Path(run.output_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     report = {
-        "folder": str(run.doctor),
+        "folder": shown(run.doctor),
         "findings": [asdict(finding) for finding in findings],
         "measures": found.to_json(),
     }
@@ -218,6 +218,7 @@ def show(found: Measures, findings: Sequence[Finding], console: Console) -> None
         f"coverage   {found.coverage.choices:.1%} of the target's choices on training answers, "
         f"{found.coverage.held_out:.1%} on new ones",
     ]
+    lines.append(f"{'depth':<10} " + ", ".join(f"{share:.1%}" for share in served.acceptance_at))
     for what, groups in (("category", served.by_category), ("length", served.by_length)):
         lines.append(f"{what:<10} " + ", ".join(f"{name} {group.tau:.2f}" for name, group in groups.items()))
     console.print(Text("\n".join(lines)), soft_wrap=True)

@@ -13,6 +13,7 @@ from drafters import checkpoint
 from drafters.artifacts import MANIFEST_NAME, joined_folders, read_manifest, verify_folder
 from drafters.batches import Batches
 from drafters.config import FAMILIES, TrainRun
+from drafters.config_base import Section
 from drafters.config_drafter import DrafterConfig
 from drafters.contract import Contract, read_contract
 from drafters.corpus import ResponseRecord
@@ -63,15 +64,16 @@ class Subject:
 def open_subject(folder: Path, run: TrainRun) -> Subject:
     """The drafter in a training run's folder or an export, with its target and answers.
 
-    A run's own settings hold, but for what the command line says of target and data.responses; runtime and eval are
-    always the command line's. Raises ConfigError, ArtifactError, ContractError, TargetError.
+    A run's own settings hold, but for what the command line says of target, data.responses, runtime and eval. Raises
+    ConfigError, ArtifactError, ContractError, TargetError.
     """
     exported = (folder / MANIFEST_NAME).is_file()
     if not exported:
         saved = read_run(folder)
         known = run.target if _typed("target") else saved.target
         given = saved.data if run.data.responses is None else replace(saved.data, responses=run.data.responses)
-        run = replace(saved, target=known, data=given, runtime=run.runtime, eval=run.eval)
+        how = {name: _said(name, saved, run) for name in ("runtime", "eval")}
+        run = replace(saved, target=known, data=given, **how)
     weights = folder if exported else _weights_in(folder)
     base = Target.load(run.target)
     drafter, contract, target = _open(weights, base)
@@ -83,11 +85,18 @@ def open_subject(folder: Path, run: TrainRun) -> Subject:
     )  # fmt: skip
 
 
-def _typed(group: str) -> bool:
-    """Whether the command line says anything about a group of settings."""
-    if not HydraConfig.initialized():
-        return False
-    return any(text.lstrip("+~").startswith((f"{group}=", f"{group}.")) for text in HydraConfig.get().overrides.task)
+def _typed(group: str) -> list[str]:
+    """What the command line says about a group of settings: `group` itself where an option is chosen, group.name."""
+    said = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    paths = [text.lstrip("+~").partition("=")[0] for text in said]
+    return [path for path in paths if path == group or path.startswith(f"{group}.")]
+
+
+def _said(group: str, saved: TrainRun, run: TrainRun) -> Section:
+    """A group as the run had it, with what the command line says."""
+    mine, now, typed = getattr(saved, group), getattr(run, group), _typed(group)
+    names = [path.removeprefix(f"{group}.") for path in typed]
+    return now if group in typed else replace(mine, **{name: getattr(now, name) for name in names})
 
 
 def _weights_in(folder: Path) -> Path:

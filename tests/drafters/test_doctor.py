@@ -64,7 +64,7 @@ def test_a_healthy_run_has_no_finding():
     [
         ("wrong_template", {"boundaries": Boundaries(100, 0, 50)}, "50 of 100 prompts", 1.0),
         ("shifted_mask", {"boundaries": Boundaries(100, 30, 0, 2)}, "by 2 tokens: the prompt holds the first", 0.6),
-        ("shifted_mask", {"boundaries": Boundaries(100, 30, 0, -1)}, "by 1 tokens: the prompt ends inside", 0.6),
+        ("shifted_mask", {"boundaries": Boundaries(100, 30, 0, -1)}, "by 1 token: the prompt ends inside", 0.6),
         ("off_policy_data", {"on_policy": OnPolicy(4000, 0.6, 2.5, None)}, "only 60% of the greedy", 0.8),
         ("off_policy_data", {"on_policy": OnPolicy(4000, None, 2.5, 0.5)}, "0.50 more than answers of its own", 1.0),
         ("small_draft_vocabulary", {"coverage": Coverage(0.8, 0.7, 0.6)}, "70.0% of the target's choices", 0.6),
@@ -317,6 +317,8 @@ def test_too_few_points_are_no_curve(tmp_path):
     assert data.learning_curve([log_line(9, train__acc_0=0.5, train__ttt_steps=1)], 10.0, 2.0) is None
     assert data.learning_curve([], 10.0, 2.0) is None
     assert data.read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')  # killed while writing
+    assert data.read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
 # ---- settings of a run ------------------------------------------------------------------------------------------

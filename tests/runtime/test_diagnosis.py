@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from drafters.config import BuiltinData
+from drafters.config import BuiltinData, EvalConfig, RuntimeConfig
 from drafters.errors import ArtifactError, ConfigError, ContractError
 from drafters.export.native import export_drafter
 from drafters.target import Target
@@ -21,6 +21,7 @@ from drafters.training_facts import TRAINING_NAME, TrainingFacts
 from runtime import diagnosis, subject
 from runtime.diagnosis import run_doctor
 from runtime.proposers.eagle import EagleProposer
+from tests.drafters.test_doctor import HEALTHY
 from tests.helpers import complaint
 from tests.runtime import doctor_setup
 from tests.runtime.doctor_setup import QUESTIONS, answers, train_run, write_answers
@@ -191,6 +192,19 @@ def test_the_target_is_the_runs_but_where_the_command_line_names_one(sound, tiny
         subject.open_subject(folder, other)
 
 
+def test_of_runtime_and_eval_what_is_typed_replaces_what_the_run_had(sound, monkeypatch):
+    now = dataclasses.replace(sound, runtime=RuntimeConfig(depth=9, top_k=7), eval=EvalConfig(num_prompts=3))
+    for typed, depth, top_k in (([], 2, 2), (["runtime.depth=9"], 9, 2), (["runtime=default"], 9, 7)):
+        task = [*typed, "eval.num_prompts=3"]
+        fake = SimpleNamespace(
+            initialized=lambda: True, get=lambda t=task: SimpleNamespace(overrides=SimpleNamespace(task=t))
+        )
+        monkeypatch.setattr(subject, "HydraConfig", fake)
+        found = subject._said("runtime", sound, now)
+        assert (found.depth, found.top_k) == (depth, top_k)
+        assert subject._said("eval", sound, now) == dataclasses.replace(sound.eval, num_prompts=3)
+
+
 def test_the_drafter_is_the_export_else_the_best_else_the_last(tmp_path):
     with pytest.raises(ConfigError, match="neither an export nor a checkpoint"):
         subject._weights_in(tmp_path)
@@ -207,6 +221,13 @@ def test_a_damaged_checkpoint_is_named(sound, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(ArtifactError, match="drafter.safetensors"):
         subject.open_subject(copy, dataclasses.replace(sound, doctor=str(copy)))
+
+
+def test_a_clean_bill_says_so():
+    console = Console(record=True, width=200)
+    diagnosis.show(HEALTHY, [], console)
+    text = console.export_text()
+    assert "nothing found that costs tau" in text and "chat 2.10, code 1.90" in text and "60.0%, 30.0%" in text
 
 
 def test_long_answers_fall_into_buckets():

@@ -70,9 +70,9 @@ def _promise(contract: Contract, name: str, drift: dict[str, Any] | None) -> lis
     if not contract.adapter_sha256:
         return ["A drafter changes the speed of its target, never a token: the target checks every drafted token."]
     said = (
-        f"**This export changes the target's text.** It holds an adapter of {name} beside the drafter: outputs equal the "
-        "tuned target's plain decoding, token for token, not the original's. The drafter drafts for the tuned target "
-        "and no other."
+        f"**This export changes the target's text.** It holds an adapter of {name} beside the drafter: outputs equal "
+        "the tuned target's plain decoding, token for token, not the original's. The drafter drafts for the tuned "
+        "target and no other."
     )
     if drift is None or drift["kl"] is None:
         return [said, "## Drift", "Not measured: no record was held out of training."]
