@@ -4,7 +4,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo test test-drafters test-runtime test-all lint clean
 
 setup: $(STAMP)
 
@@ -18,9 +18,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(PY) train.py
 
-# The fast tests, two files at a time; test-all adds the slow ones, which want the machine to themselves.
+# The fast tests, in two processes side by side; test-all adds the slow ones, which want the machine to themselves.
 test: setup
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	$(MAKE) --no-print-directory -j 2 test-drafters test-runtime
+
+test-drafters: setup
+	$(PY) -m pytest -m "not slow and not gpu" tests/drafters $(wildcard tests/test_*.py)
+
+test-runtime: setup
+	$(PY) -m pytest -m "not slow and not gpu" tests/runtime
 
 test-all: setup
 	$(PY) -m pytest

@@ -52,9 +52,9 @@ class ResponseSet:
         settings = self.meta["settings"]
         for name, now in target.fingerprint.items():
             # The id is a name or path and may change with the machine; the hashes may not.
-            if name != "target" and settings[name] != now:
+            if name != "target" and settings.get(name) != now:
                 raise ContractError(
-                    f"{self.folder}: {name} is {settings[name]} (target {settings['target']!r}), the loaded "
+                    f"{self.folder}: {name} is {settings.get(name)} (target {settings['target']!r}), the loaded "
                     f"target {target.name!r} has {now}. Set target to the one that answered, or "
                     "data.responses=null to collect again."
                 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from drafters.config import BuiltinData, EvalConfig, RuntimeConfig
+from drafters.config import FAMILIES, BuiltinData, EvalConfig, RuntimeConfig
 from drafters.errors import ArtifactError, ConfigError, ContractError
 from drafters.export.native import export_drafter
 from drafters.target import Target
@@ -20,6 +20,7 @@ from drafters.trainer import BEST
 from drafters.training_facts import TRAINING_NAME, TrainingFacts
 from runtime import diagnosis, subject
 from runtime.diagnosis import run_doctor
+from runtime.pipeline import held_out_prompts
 from runtime.proposers.eagle import EagleProposer
 from tests.drafters.test_doctor import HEALTHY
 from tests.helpers import complaint
@@ -127,6 +128,16 @@ def test_features_that_differ_in_serving_are_named_first(sound, monkeypatch):
     findings = run_doctor(sound, Console(quiet=True))
     assert findings[0].cause == "train_serve_gap"
     assert not {finding.cause for finding in findings} & PLANTED
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES["drafter"] if name != "eagle3"])  # which is above
+def test_every_family_drafts_in_serving_what_its_training_graph_says(family, calm, tmp_path):
+    run = doctor_setup.settings(calm.config, tmp_path / "run", steps=3)
+    drafter = FAMILIES["drafter"][family](draft_vocab_size=512)
+    trained = train_run(dataclasses.replace(run, drafter=drafter), calm.target, calm.answers[::2])
+    opened = subject.open_subject(tmp_path / "run", trained)
+    served, _ = diagnosis.serve(opened, held_out_prompts(trained))
+    assert served.chain_at == served.forced_at and served.chain_at[0] > 0
 
 
 # ---- what is looked at ------------------------------------------------------------------------------------------

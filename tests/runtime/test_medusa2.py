@@ -19,8 +19,10 @@ from drafters.errors import ArtifactError, ConfigError, ContractError, TargetErr
 from drafters.export import DataSummary, describe_drafter, export_drafter, load_drafter
 from drafters.features import BatchInputs
 from drafters.models.layout import Features, make_layout
+from drafters.responses import ResponseSet
 from drafters.target import Target
 from runtime import pipeline
+from runtime.custom import outrider_generate
 from runtime.discover import choose_drafter
 from runtime.engine import Engine
 from runtime.evaluate import measure, quick_acceptance
@@ -292,3 +294,21 @@ def test_a_run_starts_from_an_export_with_its_adapter(fresh, folder, drafter, ti
     for name, factor in started.lora.items():
         assert factor.equal(drafter.lora[name]) and factor.requires_grad
     assert started.heads[0][0].linear.weight.equal(drafter.heads[0][0].linear.weight.bfloat16().float())
+
+
+def test_generate_with_it_says_the_tuned_models_text_and_leaves_the_model(fresh, folder, drafter):
+    model, ids = fresh.own_model(), torch.tensor([RECORDS[0].prompt_ids])
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    before = model.generate(ids, **options)
+    found = model.generate(ids, **options, custom_generate=outrider_generate(str(folder), fresh.tokenizer))
+    plain = Engine.load(drafter.tuned(fresh), "none").generate(ids.tolist(), SamplingParams(5))[0].token_ids
+    assert found[0, ids.shape[1] :].tolist() == plain != before[0, ids.shape[1] :].tolist()
+    assert model.generate(ids, **options).equal(before)
+
+
+def test_answers_of_the_untuned_target_are_not_the_tuned_ones(fresh, drafter, tmp_path):
+    tuned = drafter.tuned(fresh)
+    answered = ResponseSet(tmp_path, [], {"settings": dict(fresh.fingerprint)})
+    answered.require_target(fresh)
+    with pytest.raises(ContractError, match=r"adapter_sha256 is None .*, the loaded target"):
+        answered.require_target(tuned)

@@ -205,14 +205,15 @@ class SmallTraining(nn.Module):
         if not tokens.numel():  # a row of filler alone: one position gives every weight its gradient of 0
             tokens = positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
         hidden = drafter.states(tokens, positions, mask4d((positions == 0).cumsum(-1)))[0]
-        first = layout.steps[0]
-        read, index = hidden[first.reach.to(device)], first.teacher.to(device)
+        # Everywhere the target has a say: a layout may begin its chains at some of these positions only.
+        read = hidden[torch.searchsorted(layout.active, layout.teacher).to(device)]
+        index = torch.arange(len(read), device=device)
         loss, right = score(drafter.lm_head, read, features.teacher, index, self.objective)
         stats = torch.zeros(4, len(layout.steps), device=device)
         stats[0, 0] = loss.detach()
-        alive = torch.ones_like(right)
+        alive = right
         for j, step in enumerate(layout.steps):
             hits = right[step.teacher.to(device)]
-            alive = (alive if j == 0 else alive[step.kept.to(device)]) & hits
+            alive = hits if j == 0 else alive[step.kept.to(device)] & hits
             stats[1:, j] = torch.stack((hits.sum(), alive.sum(), alive.new_tensor(len(alive), dtype=torch.int64)))
         return loss, stats
