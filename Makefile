@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+ORACLES ?= .venv-oracles
 
-.PHONY: setup demo test test-drafters test-runtime test-all lint clean
+.PHONY: setup demo test test-drafters test-runtime test-all oracles lint clean
 
 setup: $(STAMP)
 
@@ -31,8 +32,20 @@ test-runtime: setup
 test-all: setup
 	$(PY) -m pytest
 
+# What other projects make of the exports. They are installed over Outrider's own packages and without what they ask for,
+# as requirements.txt says; no other target needs them.
+oracles: $(ORACLES)/.installed
+	$(ORACLES)/bin/python -m pytest -m oracle tests/oracles
+
+$(ORACLES)/.installed: $(STAMP) tests/oracles/requirements.txt
+	$(PY) -m venv $(ORACLES)
+	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(ORACLES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outrider.pth"
+	$(ORACLES)/bin/python -m pip install --no-deps -r tests/oracles/requirements.txt
+	touch $@
+
 lint: setup
 	$(PY) -m ruff check .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(ORACLES)

@@ -1,4 +1,4 @@
-"""Train one drafter, end to end: collect what is missing, train, export, measure; or explain a low tau. See --help."""
+"""Train one drafter, end to end, write an export for other engines, or explain a low tau. See --help."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ def main(run: TrainRun, console: Console) -> None:
         from drafters.plan import run_plan
 
         run_plan(run, console)
+    elif run.export.source is not None:
+        from drafters.exporting import run_export
+
+        run_export(run, console)
     elif run.doctor is not None:
         from runtime.diagnosis import run_doctor
 
@@ -24,7 +28,11 @@ def main(run: TrainRun, console: Console) -> None:
     else:
         from runtime.pipeline import run_train
 
-        run_train(run, console)
+        report = run_train(run, console)
+        if run.export.dialect and report is not None:
+            from drafters.exporting import run_export
+
+            run_export(run, console)
 
 
 if __name__ == "__main__":

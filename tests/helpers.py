@@ -8,7 +8,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from drafters.cli import explain
+from drafters.cli import explain, spelled
 from drafters.config_check import validate
 from drafters.config_store import register
 
@@ -20,7 +20,7 @@ def composed(script: str, *overrides: str, hydra: bool = False) -> DictConfig:
     """The composed config of a script, `hydra` node included on request."""
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(script, overrides=list(overrides), return_hydra_config=hydra)
+        return compose(script, overrides=spelled(list(overrides)), return_hydra_config=hydra)
 
 
 def settings(script: str, *overrides: str) -> Any:

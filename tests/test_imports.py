@@ -33,4 +33,7 @@ def test_library_code_never_prints_and_never_unpickles():
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
+                if path.name == "convert.py" and ast.unparse(node.func) == "torch.load":
+                    assert "weights_only=True" in map(ast.unparse, node.keywords)  # the one converter of pickles
+                    continue
                 assert ast.unparse(node.func) not in {"print", "torch.load", "pickle.load", "eval", "exec"}, path

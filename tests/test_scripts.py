@@ -30,12 +30,15 @@ def outcome(monkeypatch, tmp_path, capsys):
     seen: list = []
     stub = types.ModuleType("runtime.pipeline")
     plan, doctor = types.ModuleType("drafters.plan"), types.ModuleType("runtime.diagnosis")
-    jobs = ((stub, "run_train"), (stub, "run_distill"), (stub, "run_serve"), (plan, "run_plan"), (doctor, "run_doctor"))
+    exporting = types.ModuleType("drafters.exporting")
+    jobs = ((stub, "run_train"), (stub, "run_distill"), (stub, "run_serve"), (plan, "run_plan"), (doctor, "run_doctor"),
+            (exporting, "run_export"))  # fmt: skip
     for module, name in jobs:
         setattr(module, name, lambda run, console, name=name: seen.append((name, run)))
     monkeypatch.setitem(sys.modules, "runtime.pipeline", stub)
     monkeypatch.setitem(sys.modules, "drafters.plan", plan)
     monkeypatch.setitem(sys.modules, "runtime.diagnosis", doctor)
+    monkeypatch.setitem(sys.modules, "drafters.exporting", exporting)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.chdir(tmp_path)
     root = logging.getLogger()
@@ -98,6 +101,30 @@ def test_doctor_goes_to_the_doctor_alone_and_leaves_the_runs_settings(outcome):
         assert (outcome.folder / folder / "config.yaml").read_text() == kept
     # What Hydra leaves of a doctor goes elsewhere unless output_dir says so.
     assert (outcome.folder / "outputs/doctor-eagle3-tiny-random/train.log").exists()
+
+
+def test_export_from_trains_nothing_and_leaves_the_runs_settings(outcome):
+    folder = "outputs/eagle3-tiny-random"
+    assert outcome.run("train", "experiment=tiny")[0] == 0
+    (outcome.folder / folder / "export").mkdir()
+    kept = (outcome.folder / folder / "config.yaml").read_text()
+    asked = ("experiment=tiny", f"export.from={folder}/export", "export.dialect=[eagle3]")
+    for where in ((), (f"output_dir={folder}",)):
+        status, [(name, run)], _, _ = outcome.run("train", *asked, *where)
+        assert (status, name, run.export.source) == (0, "run_export", f"{folder}/export")
+        assert (outcome.folder / folder / "config.yaml").read_text() == kept
+    assert (outcome.folder / "outputs/export-eagle3-tiny-random/train.log").exists()
+    status, seen, _, err = outcome.run("train", "export.from=nowhere", "export.dialect=[eagle3]")
+    assert (status, seen) == (2, []) and err.startswith("error: export.from=nowhere: there is no such folder")
+    assert "export.source" not in outcome.run("train", "export.from=[1]", "export.dialect=[eagle3]")[3]
+
+
+def test_dialects_are_written_once_a_drafter_is_trained(outcome):
+    asked = ("train", "experiment=tiny", "export.dialect=[speculators]")
+    assert [name for name, _ in outcome.run(*asked)[1]] == ["run_train"]  # no report: another process has it
+    outcome.monkeypatch.setattr(outcome.pipeline, "run_train", lambda run, console: {"acceptance_length": 2.0})
+    [(name, run)] = outcome.run(*asked)[1]
+    assert (name, run.export.dialect, run.export.source) == ("run_export", ["speculators"], None)
 
 
 @pytest.mark.parametrize(

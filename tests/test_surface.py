@@ -35,6 +35,7 @@ SETTINGS = {
         runtime: num_draft_tokens depth top_k tree batch_size max_length debug
         eval: prompts num_prompts max_new_tokens compare_transformers check_identity
         logger: wandb project run_name
+        export: source dialect push
         .: output_dir resume init_from plan doctor
     """,
     "distill": """
@@ -81,7 +82,10 @@ def test_settings_keep_their_names(script):
         ("serve", "drafter.path=ngram mode=chat"),
         ("serve", "mode=compare drafters=[conf,ngram,conf+suffix,none] eval.num_prompts=2 sampling.top_p=0.9"),
         ("train", "target=tiny-random drafter=eagle3 doctor=conf data.responses=conf output_dir=D"),
+        ("train", "export.from=conf export.dialect=[eagle3,speculators] export.push=org/name output_dir=D"),
         ("serve", "mode=generate prompt=hello"),
+        ("serve", "mode=import drafter.path=conf target=tiny-random output_dir=D"),
+        ("serve", "drafter.path=org/drafter"),
     ],
 )
 def test_documented_commands_are_accepted(script, overrides, monkeypatch):
@@ -91,7 +95,7 @@ def test_documented_commands_are_accepted(script, overrides, monkeypatch):
     for override in overrides.split():
         path, _, value = override.partition("=")
         found = run
-        for name in path.split("."):
+        for name in path.replace("export.from", "export.source").split("."):
             found = getattr(found, name)
         if isinstance(found, str | int | float):
             assert str(found).lower() == value.lower(), override

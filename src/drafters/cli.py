@@ -27,6 +27,7 @@ from rich.tree import Tree
 from drafters.artifacts import atomic_write_text
 from drafters.config import GROUPS, RUNS, Section, TrainRun
 from drafters.config_check import describe, keys, no_value, to_dict, unknown_key, validate
+from drafters.config_export import FIELD, SOURCE
 from drafters.config_store import register
 from drafters.errors import ConfigError, OutriderError
 
@@ -51,7 +52,8 @@ def job(body: Callable[[Any, Console], None]) -> Callable[[DictConfig], None]:
             run = validate(cfg)
             if os.environ.get("RANK", "0") == "0":
                 announce(run, Console(stderr=True))
-                if not (isinstance(run, TrainRun) and run.doctor is not None):  # which may look at output_dir's run
+                # Jobs that train nothing may be given the folder of a run that did: its settings stay.
+                if not (isinstance(run, TrainRun) and (run.doctor is not None or run.export.source is not None)):
                     save(run)
             body(run, Console())
         except OutriderError as error:
@@ -67,6 +69,7 @@ def launch(main: Callable[[], None], script: str) -> None:
     """
     register()
     _quieten()
+    sys.argv[1:] = spelled(sys.argv[1:])
     before = os.environ.get(TRACE, "")
     # Hydra prints its own errors and leaves with 1 unless this is set; set, it hands them to us.
     os.environ[TRACE] = "1"
@@ -79,7 +82,12 @@ def launch(main: Callable[[], None], script: str) -> None:
     message = explain(error, script, sys.argv[1:])
     if message is None or before.lower() in ("1", "true", "yes"):
         raise error
-    fail(message, error.exit_code if isinstance(error, OutriderError) else ConfigError.exit_code)
+    fail(message.replace(FIELD, SOURCE), error.exit_code if isinstance(error, OutriderError) else ConfigError.exit_code)
+
+
+def spelled(arguments: list[str]) -> list[str]:
+    """Arguments with `export.from` put as the field it sets: `from` cannot be the name of one."""
+    return [re.sub(rf"^{re.escape(SOURCE)}(?==)", FIELD, text) for text in arguments]
 
 
 def _quieten() -> None:

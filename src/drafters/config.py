@@ -23,6 +23,7 @@ from drafters.config_drafter import (
     MtpConfig,
     SmallConfig,
 )
+from drafters.config_export import ExportConfig
 
 # ---- target
 
@@ -253,6 +254,7 @@ class TrainRun(Section):
     init_from: str | None = None  # an export or checkpoint folder: its weights only
     plan: bool = False  # print memory, storage and time, load no weight
     doctor: str | None = None  # a training run's folder or an export: say why its tau is low, train nothing
+    export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
 
 
 @dataclass
@@ -284,7 +286,7 @@ class ServeRun(Section):
     sampling: SamplingConfig = MISSING
     # How drafts are accepted. coupled: the text of plain decoding; rejection: its distribution; typical: lossy.
     verification: str = option("coupled", choices=("coupled", "rejection", "typical"))
-    mode: str = option("eval", choices=("eval", "compare", "generate", "chat"))
+    mode: str = option("eval", choices=("eval", "compare", "generate", "chat", "import"))
     drafters: list[str] = option([])  # for mode=compare: what is compared, each as drafter.path
     prompt: str | None = None  # for mode=generate
     output_dir: str = MISSING

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from drafters.errors import ConfigError
 
@@ -29,7 +29,12 @@ def option(
 
 
 class Section:
-    """Base of every settings dataclass; config_check.freeze makes one read-only."""
+    """Base of every settings dataclass; config_check.freeze makes one read-only.
+
+    typed: what is written on the command line for a field whose own name cannot be.
+    """
+
+    typed: ClassVar[dict[str, str]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_frozen" in self.__dict__:

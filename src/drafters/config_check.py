@@ -31,6 +31,7 @@ from drafters.config_drafter import (
     MedusaConfig,
     RecurrentConfig,
 )
+from drafters.config_export import check_export
 from drafters.config_serve import check_serve
 from drafters.config_start import check_start
 from drafters.config_store import target_name
@@ -149,7 +150,8 @@ def unknown_key(path: str, schema: type, run_type: type, shown: str) -> str:
     option = next((name for name, family in FAMILIES.get(section, {}).items() if family is schema), None)
     where = f"{section}={option}" if option else section or "the top level"
     hint = f"It belongs to {section}={others[0]}. " if others else suggest(path, run_type, keys(schema))
-    return f"{shown}: {where} has no key {path.rpartition('.')[2]!r}. {hint}Allowed: {', '.join(keys(schema))}."
+    allowed = ", ".join(schema.typed.get(name, name) for name in keys(schema))
+    return f"{shown}: {where} has no key {path.rpartition('.')[2]!r}. {hint}Allowed: {allowed}."
 
 
 def no_value(path: str) -> str:
@@ -259,6 +261,7 @@ def _check_train(run: TrainRun) -> None:
     _check_file(run.doctor, "doctor", "folder")
     if run.doctor is not None and run.plan:
         raise ConfigError(f"plan=true and doctor={run.doctor} are two different jobs. Set one of them.")
+    check_export(run)
     trainer, drafter = run.trainer, run.drafter
     if trainer.feature_store is not None and trainer.features != "cached":
         raise ConfigError(

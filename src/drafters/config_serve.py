@@ -12,6 +12,7 @@ def check_serve(run: ServeRun) -> None:
     if run.drafter.path is not None:
         parse_drafter_path(run.drafter.path)
     _check_compare(run)
+    _check_import(run)
     if run.sampling.min_tokens > run.eval.max_new_tokens:
         raise ConfigError(
             f"sampling.min_tokens={run.sampling.min_tokens} is more than "
@@ -22,6 +23,17 @@ def check_serve(run: ServeRun) -> None:
     if run.mode != "generate" and run.prompt is not None:
         raise ConfigError(
             f"prompt={run.prompt!r} is read by mode=generate only, but mode={run.mode}. Set mode=generate."
+        )
+
+
+def _check_import(run: ServeRun) -> None:
+    if run.mode != "import":
+        return
+    parts = parse_drafter_path(run.drafter.path or "none")
+    if len(parts) != 1 or parts[0].kind not in ("export", "hub"):
+        raise ConfigError(
+            f"mode=import makes an export of one drafter, but drafter.path={run.drafter.path}. Set drafter.path to its "
+            "folder or hub id."
         )
 
 
@@ -41,8 +53,8 @@ def _check_compare(run: ServeRun) -> None:
         raise ConfigError(
             f"drafter.path={run.drafter.path} is not read by mode=compare. Put it among drafters={run.drafters}."
         )
-    found = [[(part.kind, part.folder and part.folder.resolve()) for part in parse_drafter_path(path, "drafters")]
-             for path in run.drafters]  # fmt: skip
+    found = [[(part.kind, part.hub_id, part.folder and part.folder.resolve())
+              for part in parse_drafter_path(path, "drafters")] for path in run.drafters]  # fmt: skip
     twice = next((path for index, path in enumerate(run.drafters) if found[index] in found[:index]), None)
     if twice is not None:
         raise ConfigError(f"drafters={run.drafters} names {twice} twice. Name each drafter once.")

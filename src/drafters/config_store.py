@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from drafters.config import FAMILIES, RUNS, TargetConfig
 from drafters.errors import ConfigError
 
+EXPORT = "export"  # folder of a run that holds its drafter
+
 
 def register() -> None:
     """Put the schemas under the group `schema`, where conf/*.yaml takes them from; doing it again changes nothing."""
@@ -22,7 +24,7 @@ def register() -> None:
             store.store(group=f"schema/{group}", name=name, node=node)
     resolvers = {
         "target_name": lambda *, _root_: _name_of(_root_),
-        "doctor_prefix": lambda *, _root_: "" if _root_.doctor is None else "doctor-",
+        "run_folder": lambda *, _root_: _run_folder(_root_),
         "path_name": path_name,
         "file_name": lambda path: Path(path).name,
         "folder_of": lambda path: str(Path(path).parent),
@@ -30,6 +32,15 @@ def register() -> None:
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
+
+
+def _run_folder(root: DictConfig) -> str:
+    """Name of the folder of a train.py run; one that trains nothing never lies in a training run's."""
+    if root.export.source is not None:
+        source = Path(root.export.source).expanduser()
+        return f"export-{path_name(str(source.parent if source.name == EXPORT else source))}"
+    name = f"{root.drafter.family}-{_name_of(root)}"
+    return name if root.doctor is None else f"doctor-{name}"
 
 
 def _name_of(root: DictConfig) -> str:

@@ -27,7 +27,7 @@ from drafters.models.base import Drafter
 from drafters.models.layout import Layout, Step
 from drafters.target import Target
 
-SAMPLE = 24  # training answers the target reads again
+SAMPLE = 16  # training answers the target reads again
 SAID = ("alpha", "Zebra 9", "(7)")  # contents that share neither first nor last token
 NEAR = 4  # tokens beyond the template's own end within which a shifted boundary is looked for
 WARMING = 0.2  # of a run: its first steps say nothing about how learning goes on
@@ -183,10 +183,9 @@ def teacher_forced(
     own = drafter.clone()
     graph = own.training_graph(cfg, target).eval()
     source = BatchInputs(target.device) if own.runs_target else OnlineFeatures(target, taps, own.t2d, own.dtype)
-    longest = max(len(record.prompt_ids) + len(record.response_ids) for record in records)
     total = torch.zeros(4, steps, dtype=torch.float64)
-    for number, record in enumerate(records):
-        batch = collate(records, [(number,)], longest)
+    for record in records:
+        batch = collate([record], [(0,)], len(record.prompt_ids) + len(record.response_ids))
         layout = own.layout(batch, steps)
         if roots is not None:
             layout = restricted(layout, roots[record.id])

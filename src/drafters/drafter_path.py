@@ -1,7 +1,8 @@
-"""The grammar of drafter.path: a way of proposing, a model folder, an export folder, or several joined by +."""
+"""The grammar of drafter.path: a way of proposing, a model folder, a drafter, or several of them joined by +."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,15 +10,20 @@ from drafters.errors import ConfigError
 
 BUILT_IN = ("none", "ngram", "suffix", "recycle", "random")
 SMALL = "small:"
-CHOICES = f"an export folder, {', '.join(BUILT_IN)}, small:FOLDER, or several of them joined by +"
+CHOICES = (
+    f"an export folder, {', '.join(BUILT_IN)}, small:FOLDER, or several of them joined by +; a drafter made elsewhere "
+    "goes by its folder or its hub id"
+)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
 class DrafterPart:
-    """One drafter of a path. kind: a name of BUILT_IN, or small or export with its folder."""
+    """One drafter of a path. kind: a name of BUILT_IN, small or export with its folder, or hub with its hub id."""
 
     kind: str
     folder: Path | None = None
+    hub_id: str | None = None
 
 
 def parse_drafter_path(path: str, setting: str = "drafter.path") -> tuple[DrafterPart, ...]:
@@ -37,7 +43,8 @@ def parse_drafter_path(path: str, setting: str = "drafter.path") -> tuple[Drafte
         pieces = pieces[size:]
     twice = next((part for index, part in enumerate(parts) if part in parts[:index]), None)
     if twice is not None:
-        raise ConfigError(f"{setting}={path} names {twice.folder or twice.kind} twice. Name each drafter once.")
+        name = twice.folder or twice.hub_id or twice.kind
+        raise ConfigError(f"{setting}={path} names {name} twice. Name each drafter once.")
     if len(parts) > 1 and DrafterPart("none") in parts:
         raise ConfigError(f"{setting}={path}: none drafts nothing and cannot be joined. Leave it out.")
     return tuple(parts)
@@ -49,7 +56,12 @@ def _part(text: str) -> DrafterPart | None:
     kind = "small" if text.startswith(SMALL) else "export"
     name = text.removeprefix(SMALL) if kind == "small" else text
     folder = Path(name).expanduser()
-    return DrafterPart(kind, folder) if name and folder.is_dir() else None
+    if name and folder.is_dir():
+        return DrafterPart(kind, folder)
+    # Where the first half is a folder here, it is a path mistyped rather than the name of an organisation.
+    if kind == "export" and HUB_ID.fullmatch(text) and not Path(text).exists() and not Path(text).parent.is_dir():
+        return DrafterPart("hub", hub_id=text)
+    return None
 
 
 def _wrong(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,31 @@ class Logger:
         if not self._wanted:
             return
         try:
-            # Started late: only the process that logs has a run, and collecting data before it needs none.
-            if self._run is None:
-                self._run = _start_wandb(self.path.parent, self._cfg, self._config)
-            self._run.log(values, step=step)
+            self._started().log(values, step=step)
         except Exception as error:  # whatever W&B raises, the run matters more
             log.warning("W&B does not take metrics (%s: %s); %s goes on", type(error).__name__, error, self.path)
             self._wanted = False
+
+    def artifact(self, folder: Path, name: str, about: dict[str, Any]) -> None:
+        """Hand an export folder to W&B as an artifact of type model; about: what W&B keeps beside it."""
+        if not self._wanted:
+            return
+        try:
+            import wandb
+
+            run = self._started()
+            artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", name), type="model", metadata=about)
+            # The files are sealed: W&B need not copy them before it sends them.
+            artifact.add_dir(str(folder), policy="immutable")
+            run.log_artifact(artifact)
+        except Exception as error:  # as above
+            log.warning("W&B does not take %s (%s: %s)", folder, type(error).__name__, error)
+
+    def _started(self) -> Any:
+        """The W&B run, started late: only the process that logs has one, and collecting data needs none."""
+        if self._run is None:
+            self._run = _start_wandb(self.path.parent, self._cfg, self._config)
+        return self._run
 
     def rewind(self, step: int) -> None:
         """Drop lines after `step`: a resumed run writes those again. A line cut short by a kill goes too."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from drafters.artifacts import sha256_file, verify_folder, write_folder
 from drafters.config import RandomSource, TargetConfig, WheelSource
-from drafters.errors import ArtifactError, TargetError
+from drafters.errors import ArtifactError, OutriderError, TargetError
 
 log = logging.getLogger(__name__)
 KIND = "target"
@@ -161,7 +161,17 @@ def _from_path(cfg: TargetConfig) -> Path:
 
 
 def _from_hub(cfg: TargetConfig) -> Path:
-    """Snapshot of a hub model; the local hub cache serves when the hub cannot be reached."""
+    where = f"target.path {cfg.path!r}" + (f" at target.revision {cfg.revision!r}" if cfg.revision else "")
+    return hub_snapshot(cfg.path, cfg.revision, where, "target.path", HUB_FILES, TargetError)
+
+
+def hub_snapshot(
+    hub_id: str, revision: str | None, where: str, setting: str, files: list[str], kind: type[OutriderError]
+) -> Path:
+    """Snapshot of a hub model; the local hub cache serves when the hub cannot be reached.
+
+    where, setting: how errors, raised as `kind`, name it. files: patterns of what is fetched.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -170,30 +180,29 @@ def _from_hub(cfg: TargetConfig) -> Path:
         RevisionNotFoundError,
     )
 
-    where = f"target.path {cfg.path!r}" + (f" at target.revision {cfg.revision!r}" if cfg.revision else "")
     try:
         # Asked first because it tries once; the download goes on trying for half a minute.
-        get_hf_file_metadata(hf_hub_url(cfg.path, "config.json", revision=cfg.revision), timeout=HUB_TIMEOUT)
-        return Path(snapshot_download(cfg.path, revision=cfg.revision, allow_patterns=HUB_FILES))
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json", revision=revision), timeout=HUB_TIMEOUT)
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=files))
     except GatedRepoError as error:
-        raise TargetError(
+        raise kind(
             f"{where} is gated. Accept its licence on the model's page, then run `hf auth login` or set HF_TOKEN."
         ) from error
     except RevisionNotFoundError as error:
-        raise TargetError(f"{where}: no such revision. Set target.revision to a branch, tag or commit.") from error
+        raise kind(f"{where}: no such revision. Set target.revision to a branch, tag or commit.") from error
     except RepositoryNotFoundError as error:
-        raise TargetError(
+        raise kind(
             f"{where} does not exist on the hub, or is private. Check the spelling, or set HF_TOKEN."
         ) from error
     except Exception as error:
         # DNS, proxy and server trouble come as many kinds, from whichever HTTP library the hub client uses.
         reason = type(error).__name__
     try:
-        kept = snapshot_download(cfg.path, revision=cfg.revision, allow_patterns=HUB_FILES, local_files_only=True)
+        kept = snapshot_download(hub_id, revision=revision, allow_patterns=files, local_files_only=True)
     except LocalEntryNotFoundError as error:
-        raise TargetError(
+        raise kind(
             f"{where}: the hub cannot be reached ({reason}) and the model is not in the local hub cache. Connect to "
-            "the network, or set target.path to a local folder with the model."
+            f"the network, or set {setting} to a local folder with the model."
         ) from error
     return Path(kept)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ class TrainingFacts:
     train_tokens: response tokens trained on, one seen in two passes counted twice; distinct_records,
     distinct_tokens: what there was to train on. train_minutes: wall time of the optimiser steps, the target's part
     included, evaluating and saving not; cpu_minutes: CPU time of all processes in them; both without what a kill threw
-    away, None where the run began under a version that did not keep them. threads: of each of `processes`.
+    away, None where the run began under a version that did not keep them. train_tokens and both times count the run
+    whose export init_from named, too. threads: of each of `processes`.
     """
 
     steps: int
@@ -32,9 +33,24 @@ class TrainingFacts:
     threads: int
     processes: int
 
+    def after(self, first: TrainingFacts | None) -> TrainingFacts:
+        """These facts of a run that began with what `first` had trained; None: nothing is known of it."""
+        if first is None:
+            return replace(self, train_minutes=None, cpu_minutes=None)
+        return replace(
+            self,
+            train_tokens=first.train_tokens + self.train_tokens,
+            train_minutes=_together(first.train_minutes, self.train_minutes),
+            cpu_minutes=_together(first.cpu_minutes, self.cpu_minutes),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
         return asdict(self)
+
+
+def _together(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second
 
 
 def read_training(folder: Path) -> TrainingFacts | None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from drafters.artifacts import atomic_write_json, atomic_write_text
 from drafters.config import ServeRun
-from drafters.drafter_path import parse_drafter_path
+from drafters.drafter_path import DrafterPart, parse_drafter_path
 from drafters.target import Target
 from drafters.training_facts import TrainingFacts, read_training
 from runtime import report as reports
@@ -21,6 +21,7 @@ from runtime.contest import PEER, PLAIN, Contest, shown
 from runtime.evaluate import eval_prompts
 from runtime.footprint import memory_bytes
 from runtime.identity import LosslessError
+from runtime.loading import adapter_of
 from runtime.metrics import Stats
 from runtime.picture_compare import picture
 
@@ -40,12 +41,14 @@ def compare(cfg: ServeRun, console: Console) -> list[dict[str, Any]]:
     Returns the entries, in the order given: a report (report.KEYS) and EXTRA_KEYS each. Raises LosslessError, after
     writing, when an entry's fp32 text differs from plain decoding's.
     """
-    target = Target.load(cfg.target)
     drafters = dict(zip(labels(cfg.drafters), cfg.drafters))
     prompts = eval_prompts(cfg.eval)
-    contest = Contest(target, drafters, prompts, cfg.runtime, cfg.eval, cfg.sampling)
-    contest.run(console)
-    entries = [_entry(contest, name, path) for name, path in drafters.items()]
+    found: dict[str, dict[str, Any]] = {}
+    for group in by_target(drafters):
+        contest = Contest(Target.load(cfg.target), group, prompts, cfg.runtime, cfg.eval, cfg.sampling)
+        contest.run(console)
+        found |= {name: _entry(contest, name, path) for name, path in group.items()}
+    entries = [found[name] for name in drafters]
     out_dir = Path(cfg.output_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     atomic_write_json(out_dir / JSON_NAME, entries)
@@ -58,18 +61,27 @@ def compare(cfg: ServeRun, console: Console) -> list[dict[str, Any]]:
     return entries
 
 
+def by_target(drafters: dict[str, str]) -> list[dict[str, str]]:
+    """Drafters of the target as it is, and of each adapter that some of them tune it by: plain text is theirs alone."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, path in drafters.items():
+        adapter = adapter_of(path)
+        groups.setdefault("" if adapter is None else adapter.sha256, {})[name] = path
+    return list(groups.values())
+
+
 def labels(paths: Sequence[str]) -> list[str]:
     """A short name for each: of a folder called export its parent's, of others their own; the paths where two agree."""
-    names = ["+".join(_label(part.kind, part.folder) for part in parse_drafter_path(path)) for path in paths]
+    names = ["+".join(_label(part) for part in parse_drafter_path(path)) for path in paths]
     if len(set(names)) < len(names):
         names = [shown(path) for path in paths]
     return [f"./{name}" if name in (PLAIN, PEER) else name for name in names]
 
 
-def _label(kind: str, folder: Path | None) -> str:
-    if folder is None:
-        return kind
-    full = folder.resolve()
+def _label(part: DrafterPart) -> str:
+    if part.folder is None:
+        return part.hub_id or part.kind
+    full = part.folder.resolve()
     return full.parent.name if full.name == "export" else full.name
 
 
@@ -144,11 +156,17 @@ def conditions(entries: Sequence[dict[str, Any]]) -> str:
     first = entries[0]
     machine = first["machine"]
     device = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
-    peer = first["transformers_tokens_per_s"]
-    speeds = f"plain decoding {first['plain_tokens_per_s']:.1f} tokens/s"
-    speeds += "" if peer is None else f", transformers {peer:.1f} tokens/s"
+    speeds = _speeds(first)
+    for each in {entry["target"]: entry for entry in entries if entry["target"] != first["target"]}.values():
+        speeds += f"; {each['target']}: {_speeds(each)}"
     where = f"{first['dtype']}, {device}, {machine['threads']} threads"
     return f"{first['prompts']} prompts, temperature 0, {where}; {speeds}"
+
+
+def _speeds(entry: dict[str, Any]) -> str:
+    peer = entry["transformers_tokens_per_s"]
+    told = f"plain decoding {entry['plain_tokens_per_s']:.1f} tokens/s"
+    return told if peer is None else f"{told}, transformers {peer:.1f} tokens/s"
 
 
 def table(entries: Sequence[dict[str, Any]]) -> Table:
@@ -170,7 +188,8 @@ def markdown(entries: Sequence[dict[str, Any]]) -> str:
     meaning = (
         "tau: tokens emitted per target forward, bonus token included; sums over sums. speed-up: over plain decoding "
         "of the same prompts by the same engine, interleaved in the same run. memory: weights beside the target's, as "
-        "laid out. identical: texts at temperature 0 that equal those of plain decoding."
+        "laid out. identical: texts at temperature 0 that equal those of plain decoding. A drafter that tunes the "
+        "target is held against the tuned target's own."
     )
     return "\n\n".join(
         [

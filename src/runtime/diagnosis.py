@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 JSON_NAME = "doctor.json"
 PROMPTS = 12  # held-out prompts decoded, four times each
+HELD = 8  # records held out of training that are enough to see how it does on new text
 LENGTHS = (32, 64, 128)  # upper ends of the buckets of answer lengths
 
 
@@ -67,7 +68,7 @@ def run_doctor(run: TrainRun, console: Console) -> list[Finding]:
 def measures(subject: Subject) -> Measures:
     """Everything the rules read."""
     run, records = subject.run, subject.records
-    trained = hold_out(records)[0]
+    trained, held = hold_out(records)
     bounds, right = data.boundaries(records, data.edges(subject.base.tokenizer))
     log.info("doctor: %d answers, %d of them with the template's own boundary", len(records), len(right))
     prompts = held_out_prompts(run)[:PROMPTS]
@@ -88,7 +89,7 @@ def measures(subject: Subject) -> Measures:
     temperatures = {record.temperature for record in records}
     forced = [
         data.teacher_forced(subject.drafter, subject.base, subject.taps, texts, subject.settings, subject.steps)
-        for texts in (sample, plain)
+        for texts in _alike(sample, held, plain, run.eval.max_new_tokens)
     ]
     curve = None
     if subject.tokens_per_step is not None:
@@ -109,6 +110,16 @@ def measures(subject: Subject) -> Measures:
         curve=curve,
         other_target=_other_target(subject),
     )
+
+
+def _alike(
+    trained: list[ResponseRecord], held: list[ResponseRecord], plain: list[ResponseRecord], longest: int
+) -> tuple[list[ResponseRecord], list[ResponseRecord]]:
+    """Training answers and new ones to compare: records held out of training, or, where they are too few, plain
+    decoding's answers to other prompts and as much of the training answers, for an answer's first tokens are hard."""
+    if len(held) >= HELD:
+        return trained, data.spread(held, data.SAMPLE)
+    return [replace(record, response_ids=record.response_ids[:longest]) for record in trained], plain
 
 
 def _other_target(subject: Subject) -> str | None:

@@ -16,6 +16,8 @@ from drafters.export.native import load_drafter
 from drafters.models import Drafter
 from drafters.models.heads import HeadsDrafter
 from drafters.models.small import SmallDrafter
+from drafters.public.hub import hub_folder
+from drafters.public.load import is_public, is_small, load_public
 from drafters.target import Target
 from runtime.calibration import Calibration
 from runtime.engine import Engine, EngineConfig
@@ -55,21 +57,34 @@ def tuned_target(target: Target, drafter: object) -> Target:
         return drafter.tuned(target)
     if drafter is None or isinstance(drafter, Proposer):
         return target
-    folders = [part.folder for part in parse_drafter_path(str(drafter)) if part.kind == "export"]
+    adapter = adapter_of(str(drafter))
+    if adapter is None:
+        return target
+    tuned = target.with_adapter(adapter)
+    if tuned is not target:
+        log.info("target: %s, from %s: all text is the tuned target's", tuned.title, drafter)
+    return tuned
+
+
+def adapter_of(path: str) -> Adapter | None:
+    """The adapter that the drafters of a drafter.path bring; ConfigError where they bring different ones."""
+    folders = [folder_of(part) for part in parse_drafter_path(path) if part.kind in ("export", "hub")]
     adapters = {folder: Adapter.read(folder / FOLDER) for folder in folders if (folder / FOLDER).is_dir()}
     if not adapters:
-        return target
+        return None
     first, *others = adapters
     for other in others:
         if adapters[other].sha256 != adapters[first].sha256:
             raise ConfigError(
-                f"drafter.path={drafter}: {first} tunes the target by adapter {adapters[first].sha256[:12]}, {other} "
+                f"drafter.path={path}: {first} tunes the target by adapter {adapters[first].sha256[:12]}, {other} "
                 f"by {adapters[other].sha256[:12]}: there is one target. Leave one of them out."
             )
-    tuned = target.with_adapter(adapters[first])
-    if tuned is not target:
-        log.info("target: %s, from %s: all text is the tuned target's", tuned.title, first)
-    return tuned
+    return adapters[first]
+
+
+def folder_of(part: DrafterPart) -> Path:
+    """The folder of a part that is no built-in way of proposing; ArtifactError where its hub id cannot be had."""
+    return part.folder if part.hub_id is None else hub_folder(part.hub_id)
 
 
 def load_proposer(
@@ -113,9 +128,13 @@ def _check_static(proposer: Proposer) -> None:
 def _from_part(part: DrafterPart, target: Target, config: EngineConfig) -> Proposer:
     if part.kind == "small":
         return _small(part.folder, target, config)
-    if part.kind == "export":
-        model, contract = load_drafter(part.folder, target)
-        log.info("drafter: %s (%s)", part.folder, contract.family)
+    if part.kind in ("export", "hub"):
+        folder = folder_of(part)
+        public = is_public(folder)
+        if public and is_small(folder):
+            return _small(folder, target, config)
+        model, contract = (load_public if public else load_drafter)(folder, target)
+        log.info("drafter: %s (%s)", folder, contract.family)
         return _trained(model, contract.tap_indices, target, config, model.deepest(contract.graph))
     return {
         "none": NoneProposer,

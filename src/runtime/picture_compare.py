@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from runtime.picture import ACCENT, ALARM, GRID, INK, MUTED, NEUTRAL, frame, say
 
 COLOURS = (ACCENT, "#d97706", "#4f6d8f", "#9d4edd", "#b91c1c", "#65a30d", "#0891b2", "#6b7785")
+LINES = ("-", "--", ":")  # once the colours begin again
 
 
 def picture(entries: Sequence[dict[str, Any]]) -> bytes:
@@ -61,7 +62,9 @@ def _draw_tau(axes: Axes, entries: Sequence[dict[str, Any]]) -> None:
     longest = max(max(entry["acceptance_length"], entry["acceptance_length_t1"]) for entry in entries)
     axes.set(xlim=(0, 1.3 * longest))
     _name_rows(axes, entries)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=MUTED, loc="lower right")
+    # Beside the title: among the bars it would lie on one of them.
+    corner = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 2, "borderaxespad": 0.2}
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=MUTED, **corner)
 
 
 def _name_rows(axes: Axes, entries: Sequence[dict[str, Any]]) -> None:
@@ -78,8 +81,10 @@ def _draw_depths(axes: Axes, entries: Sequence[dict[str, Any]]) -> None:
         return say(axes, "nothing was drafted")
     for number, entry in enumerate(drafting):
         shares = [100 * share for share in entry["acceptance_at"]]
-        colour = COLOURS[number % len(COLOURS)]
-        axes.plot(range(1, len(shares) + 1), shares, color=colour, marker="o", markersize=4, label=entry["name"])
+        colour, line = COLOURS[number % len(COLOURS)], LINES[number // len(COLOURS) % len(LINES)]
+        axes.plot(
+            range(1, len(shares) + 1), shares, color=colour, ls=line, marker="o", markersize=4, label=entry["name"]
+        )
     deepest = max(len(entry["acceptance_at"]) for entry in drafting)
     axes.set(ylim=(0, 105), xticks=range(1, deepest + 1), xlabel="depth of the drafted token")
     axes.set_ylabel("rounds that accepted it, %")

@@ -10,17 +10,15 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from drafters import chat as chat_templates
 from drafters import checkpoint
-from drafters.artifacts import MANIFEST_NAME, joined_folders, read_manifest, verify_folder, write_folder
+from drafters.artifacts import MANIFEST_NAME, joined_folders, verify_folder, write_folder
 from drafters.config import (
     BuiltinData,
     DataConfig,
@@ -31,12 +29,12 @@ from drafters.config import (
     TrainRun,
 )
 from drafters.config_check import to_dict
-from drafters.contract import Contract, read_contract, require_equal
-from drafters.corpus import Prompt, ResponseRecord, load_prompts
+from drafters.contract import Contract
+from drafters.corpus import Prompt, load_prompts
 from drafters.drift import DRIFT_NAME, measure_drift
 from drafters.errors import ConfigError
 from drafters.export.card import DataSummary, model_card
-from drafters.export.native import KIND, build, describe_drafter, export_drafter, load_drafter, shape_of
+from drafters.export.native import KIND, describe_drafter, export_drafter
 from drafters.features import shared_taps
 from drafters.held_out import held_out_batches
 from drafters.logger import Logger
@@ -53,16 +51,15 @@ from drafters.schedule import hold_out
 from drafters.store import FOLDER, FeatureStore
 from drafters.target import Target
 from drafters.threads import set_threads
-from drafters.trainer import BEST, train
-from drafters.training_facts import TRAINING_NAME, TrainingFacts
-from drafters.vocab import build as build_vocab
-from drafters.vocab import count_tokens
+from drafters.trainer import BEST, TrainResult, train
+from drafters.training_facts import TRAINING_NAME, TrainingFacts, read_training
 from runtime import report as reports
+from runtime.beginning import make_drafter
 from runtime.collecting import generator, recording
 from runtime.compare import compare
 from runtime.engine import Engine
 from runtime.evaluate import eval_prompts, evaluate, measure, quick_acceptance
-from runtime.loading import tuned_target
+from runtime.importing import import_drafter
 from runtime.terminal import chat, generate_once
 
 log = logging.getLogger(__name__)
@@ -81,10 +78,13 @@ def command_line() -> str:
 
 
 def run_serve(run: ServeRun, console: Console) -> None:
-    """serve.py: measure, compare, generate once, or chat."""
+    """serve.py: measure, compare, generate once, chat, or import a drafter made elsewhere."""
     set_threads(None)
     modes = {"eval": evaluate, "compare": compare, "generate": generate_once, "chat": chat}
-    modes[run.mode](run, console)
+    if run.mode == "import":
+        import_drafter(run, console, command_line())
+    else:
+        modes[run.mode](run, console)
 
 
 # ---- collect
@@ -208,8 +208,23 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
 
     try:
         result = train(drafter, target, records, run, out_dir, acceptance, logger, console)
+        return _finish(run, drafter, target, responses, held_out, result, console, logger)
     finally:
         logger.close()
+
+
+def _finish(
+    run: TrainRun,
+    drafter: Drafter,
+    target: Target,
+    responses: ResponseSet,
+    held_out: Sequence[Prompt],
+    result: TrainResult,
+    console: Console,
+    logger: Logger,
+) -> dict[str, Any] | None:
+    """What follows the last step: the best weights, what is measured of them, the export and its report."""
+    out_dir, records = Path(run.output_dir), responses.records[: run.trainer.max_records]
     if result.stopped:
         log.warning("stopped and saved at step %d of %d; the same command goes on", result.step, result.total_steps)
         raise KeyboardInterrupt
@@ -223,7 +238,10 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
     drafter.measure(held_out_batches(drafter, tuned, records, run))
     tokens = sum(len(record.response_ids) for record in records)
     data = DataSummary(responses.meta["settings"]["data.source"], len(records), tokens, self_generated=True)
-    return export_and_measure(run, drafter, tuned, data, held_out, result.facts, console, drift)
+    facts = result.facts
+    if run.init_from is not None:
+        facts = facts.after(read_training(Path(run.init_from).expanduser()))
+    return export_and_measure(run, drafter, tuned, data, held_out, facts, console, logger, drift)
 
 
 def export_and_measure(
@@ -234,6 +252,7 @@ def export_and_measure(
     held_out: Sequence[Prompt],
     training: TrainingFacts,
     console: Console,
+    logger: Logger,
     drift: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Export the drafter, measure what was exported, and put the figures into report.json and the export's card.
@@ -257,6 +276,8 @@ def export_and_measure(
     report = measure(target, export, held_out, run.runtime, run.eval, SamplingConfig(), console)
     reports.write(report, out_dir, console)
     add_report(export, target, contract, data, report)
+    about = {"family": contract.family, "target": contract.target, "acceptance_length": report["acceptance_length"]}
+    logger.artifact(export, f"{out_dir.name}-{export.name}", about)
     reports.check_lossless(report)
     return report
 
@@ -277,42 +298,6 @@ def held_out_prompts(run: TrainRun) -> list[Prompt]:
             f"Set data.eval_prompts above 0, or eval.prompts=FILE."
         )
     return prompts
-
-
-def make_drafter(run: TrainRun, target: Target, records: Sequence[ResponseRecord]) -> Drafter:
-    """A drafter ready to train, on the target's device: from init_from, or new with the records' vocabulary."""
-    if run.init_from is not None:
-        return _init_from(run, target)
-    torch.manual_seed(run.trainer.seed)
-    family = FAMILIES[run.drafter.family]
-    drafter = family(family.shape_for(run.drafter, target))
-    vocab = build_vocab(count_tokens(records, target.vocab_size), run.drafter.draft_vocab_size, target.eos_ids)
-    drafter.bind_vocab(vocab.d2t, vocab.t2d)
-    drafter.to(target.device)
-    drafter.bind(target)
-    return drafter
-
-
-def _init_from(run: TrainRun, target: Target) -> Drafter:
-    """Weights and draft vocabulary of an export or a checkpoint; raises ContractError when they do not fit the run."""
-    folder = Path(run.init_from).expanduser()
-    where = f"init_from={run.init_from}"
-    contract = read_contract(folder)
-    require_equal("family", contract.family, run.drafter.family, where)
-    require_equal("tap_indices", tuple(contract.tap_indices), taps_of(run, target), where)
-    asked = FAMILIES[run.drafter.family].shape_for(run.drafter, target)
-    require_equal("graph", asdict(shape_of(contract, where)), asdict(asked), where)
-    if read_manifest(folder).kind == KIND:
-        drafter, _ = load_drafter(folder, tuned_target(target, folder))
-        drafter.bind(target)
-        return drafter.float().requires_grad_(True)
-    contract.check_target(target, where)
-    verify_folder(folder, checkpoint.KIND)
-    drafter = build(contract)
-    checkpoint.load_weights(folder, drafter)
-    drafter.to(target.device)
-    drafter.bind(target)
-    return drafter
 
 
 def add_report(export: Path, target: Target, contract: Contract, summary: DataSummary, report: dict[str, Any]) -> None:

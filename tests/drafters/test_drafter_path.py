@@ -1,5 +1,7 @@
 """What drafter.path may say."""
 
+from pathlib import Path
+
 import pytest
 
 from drafters.drafter_path import BUILT_IN, DrafterPart, parse_drafter_path
@@ -30,6 +32,20 @@ def test_folders_and_joins(folders):
     assert shown("small:x") == ["small x"]
     assert shown("export+suffix+recycle") == ["export export", "suffix", "recycle"]
     assert shown("ngram+small:x+export") == ["ngram", "small x", "export export"]
+
+
+def test_what_is_no_folder_but_could_be_a_repository_is_a_hub_id(folders):
+    assert parse_drafter_path("org/name-1.2_b") == (DrafterPart("hub", hub_id="org/name-1.2_b"),)
+    assert parse_drafter_path("org/name+suffix+x") == (
+        DrafterPart("hub", hub_id="org/name"), DrafterPart("suffix"), DrafterPart("export", Path("x")),
+    )  # fmt: skip
+    (folders / "org" / "name").mkdir(parents=True)
+    assert shown("org/name") == ["export org/name"]
+    for path in ("org/nmae", "./org", "org/name/deeper", "/org/x", "~/x/y"):
+        with pytest.raises(ConfigError, match="there is no such folder"):  # of org there is a folder: mistyped
+            parse_drafter_path(path if path != "./org" else "./nowhere")
+    with pytest.raises(ConfigError, match="names a/b twice"):
+        parse_drafter_path("a/b+a/b")
 
 
 def test_a_home_folder_is_expanded(folders, monkeypatch):

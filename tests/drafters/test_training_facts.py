@@ -41,6 +41,16 @@ def test_tokens_are_counted_in_every_pass(tiny_target, tmp_path):
     assert (facts.steps, facts.exported_step, facts.threads, facts.processes) == (4, 4, 1, 1)
 
 
+def test_a_run_that_goes_on_from_another_counts_both():
+    second = dataclasses.replace(FACTS, steps=7, train_tokens=66, cpu_minutes=None)
+    both = second.after(FACTS)
+    assert (both.steps, both.exported_step, both.distinct_tokens) == (7, 10, 300)
+    assert (both.train_tokens, both.train_minutes, both.cpu_minutes) == (1300, 3.0, None)
+    assert FACTS.after(FACTS).cpu_minutes == 4.5
+    unknown = FACTS.after(None)
+    assert (unknown.train_tokens, unknown.train_minutes, unknown.cpu_minutes) == (1234, None, None)
+
+
 def test_answers_cut_at_the_row_and_records_held_out_do_not_count(tiny_target, tmp_path):
     records = make_records(40, prompt=6, response=80)
     _, result = run_training(tiny_target, records, run_settings(tiny_target, max_steps=1), tmp_path)

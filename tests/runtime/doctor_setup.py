@@ -32,9 +32,9 @@ from drafters.logger import Logger
 from drafters.responses import KIND, RECORDS_NAME
 from drafters.target import Target
 from drafters.trainer import train
+from runtime.beginning import make_drafter
 from runtime.engine import Engine
 from runtime.evaluate import borrowed
-from runtime.pipeline import make_drafter
 from runtime.sampling import SamplingParams
 
 WORDS = "red green blue fox dog cat sun moon tree house river stone bird fish cloud rain snow wind fire ice".split()

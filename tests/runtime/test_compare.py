@@ -258,7 +258,7 @@ def test_a_list_is_accepted(tmp_path, monkeypatch):
         (("mode=compare", "drafters=[ngram]", "sampling.temperature=1"), "sampling.temperature=1.0: mode=compare meas"),
         (("mode=compare", "drafters=[ngram]", "verification=rejection"), "verification=rejection: mode=compare compar"),
         (("mode=compare", "drafters=ngram"), "drafters=ngram: must be a list, each entry text."),
-        (("mode=compair",), "mode=compair: must be one of eval, compare, generate, chat."),
+        (("mode=compair",), "mode=compair: must be one of eval, compare, generate, chat, import."),
     ],
 )
 def test_wrong_lists_are_answered(overrides, answer, tmp_path, monkeypatch):

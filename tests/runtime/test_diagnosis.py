@@ -243,6 +243,14 @@ def test_a_clean_bill_says_so():
     assert "nothing found that costs tau" in text and "chat 2.10, code 1.90" in text and "60.0%, 30.0%" in text
 
 
+def test_new_answers_are_compared_with_their_like(calm):
+    some, others = calm.answers[:4], calm.answers[4:12]
+    assert diagnosis._alike(some, others, some[:1], 5) == (some, others)
+    cut, new = diagnosis._alike(some, others[:7], some[:1], 5)
+    assert [record.response_ids for record in cut] == [record.response_ids[:5] for record in some]
+    assert new == some[:1]
+
+
 def test_long_answers_fall_into_buckets():
     assert [diagnosis._bucket(n) for n in (1, 32, 33, 128, 129)] == [
         "up to 32 tokens", "up to 32 tokens", "up to 64 tokens", "up to 128 tokens", "over 128 tokens"

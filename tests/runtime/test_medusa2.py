@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from safetensors.torch import load_file
 
 from drafters.artifacts import verify_folder
 from drafters.config import EvalConfig, RuntimeConfig, SamplingConfig
+from drafters.config_drafter import MedusaConfig
 from drafters.corpus import ResponseRecord
 from drafters.errors import ArtifactError, ConfigError, ContractError, TargetError
 from drafters.export import DataSummary, describe_drafter, export_drafter, load_drafter
@@ -22,6 +24,8 @@ from drafters.models.layout import Features, make_layout
 from drafters.responses import ResponseSet
 from drafters.target import Target
 from runtime import pipeline
+from runtime.beginning import make_drafter
+from runtime.compare import by_target, compare, conditions
 from runtime.custom import outrider_generate
 from runtime.discover import choose_drafter
 from runtime.engine import Engine
@@ -33,9 +37,10 @@ from runtime.sampling import SamplingParams
 from tests.drafters import export_setup
 from tests.drafters.test_medusa2 import RECORDS, laid_out, medusa2, wild
 from tests.drafters.test_ttt import Labels, pack
-from tests.drafters.training_setup import run_training
+from tests.drafters.training_setup import run_settings, run_training
 from tests.runtime import oracle
 from tests.runtime.conftest import PROMPTS
+from tests.runtime.test_compare import comparison
 
 DRIFT = {"records": 2, "positions": 40, "kl": 0.25, "top1_agreement": 0.75}
 
@@ -144,7 +149,7 @@ def test_training_computes_what_decoding_computes(drafter, tiny_config):
         for head in range(min(3, len(ids) - 2 - t)):
             row = (layout.active[layout.steps[head].reach] == t).nonzero().item()
             wanted = drafter.output_head(head)(rows[head][1][row])
-            atol = 1e-5 * float(wanted.abs().max())
+            atol = 1e-5 * float(wanted.detach().abs().max())
             torch.testing.assert_close(drafter.logits(head, state)[0], wanted, rtol=0, atol=atol)
         proposer.release(0)
 
@@ -180,7 +185,7 @@ def test_peft_reads_the_adapter_to_the_same_logits(fresh, folder, drafter):
     hidden, _ = runner.prefill(0, ids[0].tolist())
     with torch.no_grad():
         wanted = theirs(input_ids=ids, use_cache=False).logits[0]
-    atol = 1e-5 * float(wanted.abs().max())
+    atol = 1e-5 * float(wanted.detach().abs().max())
     torch.testing.assert_close(runner.logits(hidden[0]), wanted, rtol=0, atol=3 * atol)
 
 
@@ -258,6 +263,21 @@ def test_all_contestants_decode_the_tuned_target(fresh, folder, drafter):
     assert texts == [answer.text for answer in plain] != [answer.text for answer in base]
 
 
+def test_a_comparison_holds_it_against_its_own_target(fresh, folder, drafter, tiny_folder, tmp_path):
+    run = comparison(tiny_folder, tmp_path / "out", "ngram", str(folder), count=1)
+    console = Console(record=True, width=250)
+    first, second = entries = compare(run, console)
+    title = f"tiny tuned by adapter {drafter.adapter(fresh).sha256[:12]}"
+    assert (first["target"], second["target"]) == ("tiny", title)
+    assert (first["identical"], second["identical"]) == (1, 1)
+    assert first["per_prompt"][0]["text"] != second["per_prompt"][0]["text"]
+    assert f"; {second['target']}: plain decoding {second['plain_tokens_per_s']:.1f} tokens/s" in conditions(entries)
+    assert by_target({"a": str(folder), "b": "ngram", "c": str(folder), "d": "none"}) == [
+        {"a": str(folder), "c": str(folder)},
+        {"b": "ngram", "d": "none"},
+    ]
+
+
 def test_transformers_beside_it_is_tuned_too(fresh, drafter):
     from runtime.peer import TransformersPeer
 
@@ -290,10 +310,37 @@ def test_a_card_written_again_keeps_the_adapter_and_the_drift(fresh, folder, dra
 def test_a_run_starts_from_an_export_with_its_adapter(fresh, folder, drafter, tiny_config):
     cfg = medusa2(fresh, num_heads=3)
     cfg.init_from = str(folder)
-    started = pipeline.make_drafter(cfg, Target.load(tiny_config), RECORDS)
+    started = make_drafter(cfg, Target.load(tiny_config), RECORDS)
     for name, factor in started.lora.items():
         assert factor.equal(drafter.lora[name]) and factor.requires_grad
     assert started.heads[0][0].linear.weight.equal(drafter.heads[0][0].linear.weight.bfloat16().float())
+
+
+def test_medusas_heads_are_its_first_stage(tiny_config, tmp_path):
+    fresh = Target.load(tiny_config)  # as training needs it: an engine lays it out anew
+    run = run_settings(fresh, drafter=MedusaConfig(draft_vocab_size=300, num_heads=3))
+    heads = make_drafter(run, fresh, RECORDS)
+    with torch.no_grad():
+        heads.heads[1][0].linear.weight.normal_()
+    contract = describe_drafter(heads, fresh, taps=(8,), steps=3, max_length=64)
+    export_drafter(heads, fresh, contract, tmp_path / "first", command="train")
+    cfg = medusa2(fresh, num_heads=3)
+    cfg.init_from = str(tmp_path / "first")
+    started = make_drafter(cfg, fresh, RECORDS)
+    kept = heads.heads[1][0].linear.weight.bfloat16().float()
+    assert started.heads[1][0].linear.weight.equal(kept) and started.t2d.equal(heads.t2d)
+    assert all(value.requires_grad for value in started.lora.values())
+    assert all(value.count_nonzero() == 0 for name, value in started.lora.items() if name.endswith("lora_B"))
+    cfg = medusa2(fresh, num_heads=2)
+    cfg.init_from = str(tmp_path / "first")
+    with pytest.raises(ContractError, match="init_from.*graph.num_heads is 3.*has 2"):
+        make_drafter(cfg, fresh, RECORDS)
+    run.init_from = str(tmp_path / "second")
+    tuned = started.tuned(fresh)
+    contract = describe_drafter(started, tuned, taps=(8,), steps=3, max_length=64)
+    export_drafter(started, tuned, contract, tmp_path / "second", command="train", beside={"drift.json": DRIFT})
+    with pytest.raises(ContractError, match="init_from.*family is 'medusa2'.*has 'medusa'"):
+        make_drafter(run, fresh, RECORDS)
 
 
 def test_generate_with_it_says_the_tuned_models_text_and_leaves_the_model(fresh, folder, drafter):

@@ -82,3 +82,21 @@ def test_every_mode_of_serve_has_its_job(monkeypatch):
     for overrides in modes:
         pipeline.run_serve(settings("serve", *overrides), Console(file=io.StringIO()))
     assert seen == ["evaluate", "compare", "generate_once", "chat"]
+
+
+def test_what_is_exported_is_handed_to_wandb(monkeypatch, tmp_path):
+    contract = SimpleNamespace(family="eagle3", target="tiny")
+    monkeypatch.setattr(pipeline, "taps_of", lambda run, target: (2, 4, 5))
+    monkeypatch.setattr(pipeline, "describe_drafter", lambda *args, **kwargs: contract)
+    monkeypatch.setattr(pipeline, "export_drafter", lambda drafter, target, contract, dest, **kwargs: dest)
+    monkeypatch.setattr(pipeline, "measure", lambda *args: {"acceptance_length": 2.5})
+    monkeypatch.setattr(pipeline, "add_report", lambda *args: None)
+    monkeypatch.setattr(pipeline.reports, "write", lambda *args: None)
+    monkeypatch.setattr(pipeline.reports, "check_lossless", lambda report: None)
+    given = []
+    logger = SimpleNamespace(artifact=lambda *args: given.append(args))
+    run = settings("train", f"output_dir={tmp_path}/run")
+    facts, console = SimpleNamespace(to_json=lambda: {}), Console(file=io.StringIO())
+    pipeline.export_and_measure(run, None, None, None, [], facts, console, logger)
+    about = {"family": "eagle3", "target": "tiny", "acceptance_length": 2.5}
+    assert given == [(tmp_path / "run" / "export", "run-export", about)]

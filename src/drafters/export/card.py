@@ -171,3 +171,22 @@ def _number(value: Any) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     cells = [[cell.replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def dialect_card(native: str, dialect: str, use: str, note: str) -> str:
+    """Return the card of an export written in another dialect: the native card, with how this folder is used.
+
+    native: README.md of the export, whose measurements and data stay as they are; note: what the dialect leaves out.
+    ArtifactError when it lacks a section.
+    """
+    head, *parts = native.split("\n\n## ")
+    sections = dict(part.split("\n\n", 1) for part in parts)
+    for name in ("Fits", "Use"):
+        if name not in sections:
+            raise ArtifactError(f"README.md of the export has no section {name}. Export it again.")
+    table, _, _ = sections["Fits"].partition("\n\n")
+    sections["Fits"] = f"{table}\n\nThe whole record, `contract.json`, is in the export that this was written from."
+    here = "Outrider: `python serve.py drafter.path=<this folder>`, which measures what it takes it for."
+    sections["Use"] = "\n\n".join(filter(None, (use, note, here)))
+    title = f"{head}\n\nWritten in the dialect `{dialect}`; what is measured below was measured on the export itself."
+    return "\n\n## ".join([title, *(f"{name}\n\n{text.rstrip()}" for name, text in sections.items())]) + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from drafters.errors import ArtifactError, ContractError
 from drafters.export.card import DataSummary, model_card
 from drafters.export.dialect import CONFIG_NAME, DIALECTS, EXPORT_DTYPE, VOCAB_NAME, Dialect
 from drafters.export.probe import PROBE_NAME, Probe, check_probe, make_probe, read_tensors
+from drafters.export.source import WEIGHTS_NAME, write_index
 from drafters.models import FAMILIES
 from drafters.models.base import Drafter, DrafterShape
 from drafters.target import Target
@@ -80,8 +81,10 @@ def export_drafter(
         files[dialect.weights] |= dialect.repeated(contract, target)
         for name, part in files.items():
             save_file(part, folder / name, metadata={"format": "pt"})
+        if dialect.weights == WEIGHTS_NAME:
+            write_index(folder, list(files[WEIGHTS_NAME]))
         dialect.complete(folder, target)
-        read_back = _read(folder, contract, target)
+        read_back = stored_tensors(folder, contract, target)
         _check_same_bits(tensors, read_back, folder / dialect.weights)
         for name, config in dialect.configs(contract, target).items():
             artifacts.atomic_write_json(folder / name, config)
@@ -93,7 +96,8 @@ def export_drafter(
             read_again = Adapter.read(folder / ADAPTER_FOLDER).sha256
             require_equal("adapter_sha256", read_again, contract.adapter_sha256, str(folder / ADAPTER_FOLDER))
         artifacts.atomic_write_json(folder / CONTRACT_NAME, contract.to_json())
-        make_probe(_build(contract, read_back, target), target, contract.tap_indices).save(folder / PROBE_NAME)
+        probe = make_probe(_build(contract, read_back, target), target, contract.tap_indices)
+        probe.save(folder / PROBE_NAME, contract)
         card = model_card(contract, target.config.license, command, data, report, (beside or {}).get(DRIFT_NAME))
         (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -114,14 +118,16 @@ def load_drafter(folder: Path, target: Target) -> tuple[Drafter, Contract]:
     contract.check_adapter(target, where)
     shape_of(contract, where)
     _check_config(folder / CONFIG_NAME, contract, target)
-    tensors = _read(folder, contract, target)
+    tensors = stored_tensors(folder, contract, target)
     _check_tensors(tensors, contract, str(folder / DIALECTS[contract.family].weights))
     _check_vocab(tensors, contract, where)
     drafter = _build(contract, tensors, target)
     if MEASURED_NAME in manifest.files:
         drafter.measured = _read_json(folder / MEASURED_NAME)
         drafter.check_measured(str(folder / MEASURED_NAME))
-    check_probe(Probe.read(folder / PROBE_NAME), drafter, target, contract.tap_indices)
+    probe = Probe.read(folder / PROBE_NAME)
+    check_probe(probe, drafter, target, contract.tap_indices)
+    probe.check_contract(contract, where)
     return drafter, contract
 
 
@@ -133,10 +139,28 @@ def shape_of(contract: Contract, where: str = CONTRACT_NAME) -> DrafterShape:
             "Use the Outrider version that wrote it."
         )
     require_equal("feature_shift", contract.feature_shift, FEATURE_SHIFT, where)
+    _check_types(contract, where)
     shape = FAMILIES[contract.family].shape_from(contract.graph, contract.rope, where)
     if "num_taps" in contract.graph:
         require_equal("graph.num_taps", contract.graph["num_taps"], len(contract.tap_indices), where)
     return shape
+
+
+_JSON_KINDS = {"int": int, "float": float, "bool": bool, "None": type(None)}
+_JSON_KINDS |= {"dict[str, Any]": dict, "dict[str, list[int]]": dict}
+
+
+def _check_types(contract: Contract, where: str) -> None:
+    """A size of another type would fail far from here, or compute the same and be written otherwise."""
+    for each in fields(FAMILIES[contract.family].shape_type):
+        value = contract.graph.get(each.name)
+        kinds = [_JSON_KINDS[name] for name in each.type.split(" | ")]
+        # Python counts True as 1.
+        if each.name in contract.graph and type(value) not in kinds + [int] * (float in kinds):
+            raise ContractError(
+                f"{where}: graph.{each.name} is {value!r}, expected a JSON {each.type}. The record was edited: "
+                "copy the folder again, or export it again."
+            )
 
 
 def build(contract: Contract) -> Drafter:
@@ -153,7 +177,7 @@ def _files(tensors: dict[str, Tensor], dialect: Dialect) -> dict[str, dict[str, 
     return {dialect.weights: rest, VOCAB_NAME: vocab}
 
 
-def _read(folder: Path, contract: Contract, target: Target) -> dict[str, Tensor]:
+def stored_tensors(folder: Path, contract: Contract, target: Target) -> dict[str, Tensor]:
     """The tensors of an export under the drafter's own names; those it does not know keep the file's.
 
     Raises ArtifactError when the file repeats a tensor of the target in another form than the target has it.
@@ -162,7 +186,8 @@ def _read(folder: Path, contract: Contract, target: Target) -> dict[str, Tensor]
     own = {dialect.rename(name): name for name in _expected(contract)}
     found, _ = read_tensors(folder / dialect.weights)
     for name, theirs in dialect.repeated(contract, target).items():
-        if name not in found or not torch.equal(found.pop(name), theirs):
+        mine = found.pop(name, None)
+        if mine is None or mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
             raise ArtifactError(
                 f"{folder / dialect.weights}: tensor {name} is missing or not the target's own. Copy the folder again, "
                 "or export it again."
@@ -186,7 +211,8 @@ def _check_config(path: Path, contract: Contract, target: Target) -> None:
     # Which id ends a text is the target's business and changes no number of the drafter.
     for key in sorted((set(found) | set(expected)) - {"bos_token_id", "eos_token_id"}):
         mine, theirs = found.get(key, "absent"), expected.get(key, "absent")
-        if mine != theirs:
+        # As JSON: for Python 1, 1.0 and true are equal, for another loader they may not be.
+        if json.dumps(mine, sort_keys=True) != json.dumps(theirs, sort_keys=True):
             raise ContractError(
                 f"{path}: {key} is {mine!r}, {CONTRACT_NAME} says {theirs!r}. One of them was edited: copy "
                 "the folder again, or export it again."
@@ -215,8 +241,11 @@ def _export_tensors(drafter: Drafter) -> dict[str, Tensor]:
 def _check_tensors(tensors: dict[str, Tensor], contract: Contract, where: str) -> None:
     """Nothing missing, nothing unused, every shape and dtype as the graph says, every number finite."""
     expected = _expected(contract)
-    remedy = "The folder is damaged or of another drafter: copy it again, or export it again."
     for name in sorted(set(expected) | set(tensors)):
+        renamed = name in expected and name not in _INTEGER_TENSORS
+        inside = DIALECTS[contract.family].rename(name) if renamed else name
+        called = f"In the file it is {inside}. " if inside != name else ""
+        remedy = f"{called}The folder is damaged or of another drafter: copy it again, or export it again."
         if name not in tensors:
             raise ArtifactError(f"{where}: tensor {name} is missing. {remedy}")
         if name not in expected:
@@ -231,7 +260,7 @@ def _check_tensors(tensors: dict[str, Tensor], contract: Contract, where: str) -
             raise ArtifactError(f"{where}: tensor {name} is {tensor.dtype}, expected {dtype}. {remedy}")
         if not bool(torch.isfinite(tensor).all()):
             raise ArtifactError(
-                f"{where}: tensor {name} holds NaN or infinity. Train from an earlier checkpoint."
+                f"{where}: tensor {name} holds NaN or infinity. {called}Train from an earlier checkpoint."
             )
 
 
@@ -250,8 +279,11 @@ def _check_same_bits(written: dict[str, Tensor], read: dict[str, Tensor], path: 
 
 
 def _build(contract: Contract, tensors: dict[str, Tensor], target: Target) -> Drafter:
-    """Allocate as NaN, fill every parameter, cast to the target's dtype, and bind what is borrowed."""
-    drafter = build(contract)
+    return fill(build(contract), tensors, target)
+
+
+def fill(drafter: Drafter, tensors: dict[str, Tensor], target: Target) -> Drafter:
+    """Set what `tensors` names, every other parameter to NaN, cast to the target's dtype, bind what is borrowed."""
     drafter.bind_vocab(tensors["d2t"], tensors["t2d"])
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():

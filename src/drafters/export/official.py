@@ -16,6 +16,7 @@ AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 def decoder_config(contract: Contract, target: Target, hidden_size: int) -> dict[str, Any]:
     """Return what config.json says of a Llama of one layer, all but its architecture."""
     graph, theta = contract.graph, contract.rope["rope_theta"]
+    scaling = {key: value for key, value in contract.rope.items() if key != "rope_theta"}
     return {
         "model_type": "llama",
         "hidden_size": hidden_size,
@@ -29,11 +30,11 @@ def decoder_config(contract: Contract, target: Target, hidden_size: int) -> dict
         "max_position_embeddings": graph["max_position_embeddings"],
         "vocab_size": graph["vocab_size"],
         "tie_word_embeddings": False,
-        "attention_bias": False,
+        "attention_bias": graph.get("attention_bias", False),
         "mlp_bias": False,
         "rope_theta": theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+        "rope_parameters": dict(contract.rope),
         "torch_dtype": EXPORT_DTYPE,
         "bos_token_id": target.tokenizer.bos_token_id,
         "eos_token_id": target.tokenizer.eos_token_id,
@@ -50,9 +51,11 @@ def official_config(contract: Contract, target: Target) -> dict[str, Any]:
     config |= decoder_config(contract, target, graph["hidden_size"])
     if graph["target_hidden_size"] != graph["hidden_size"]:
         config["target_hidden_size"] = graph["target_hidden_size"]
-    for flag in ("fc_norm", "norm_output"):
-        if graph[flag]:
+    for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "qk_norm"):
+        if graph.get(flag):
             config[flag] = True
+    if graph.get("fc_bias"):
+        config["bias"] = True  # SGLang's name
     if not _taps_are_default(contract, target):
         config[AUX_LAYERS_KEY] = list(contract.tap_indices)
     return config

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafters.contract import describe_taps
+from drafters.contract import Contract, describe_taps
 from drafters.errors import ArtifactError, ContractError
 from drafters.models.base import Drafter
 from drafters.target import Target
@@ -50,6 +52,7 @@ class Probe:
     columns int64 [C], the draft ids whose logits are kept; logits fp32 [N, L-1, C];
     hits bool [N, L-1], drafter's choice == target's choice; accepted int64 [N] = hits per text;
     margin fp32 [N, L-1], the smaller of both models' top-two gaps in units of their logits' spread.
+    contract: the contract, as JSON, of the drafter it was made with; None in probes made before it was kept.
     """
 
     ids: Tensor
@@ -60,11 +63,13 @@ class Probe:
     margin: Tensor
     accepted: Tensor
     dtype: str
+    contract: dict[str, Any] | None = None
 
-    def save(self, path: Path) -> None:
-        """Write the probe as safetensors with its dtype and format version in the metadata."""
+    def save(self, path: Path, contract: Contract) -> None:
+        """Write the probe as safetensors with its dtype, format version and the drafter's contract in the metadata."""
         tensors = {name: getattr(self, name).contiguous() for name in _SHAPES}
-        save_file(tensors, path, metadata={"format_version": FORMAT_VERSION, "dtype": self.dtype})
+        metadata = {"format_version": FORMAT_VERSION, "dtype": self.dtype, "contract": json.dumps(contract.to_json())}
+        save_file(tensors, path, metadata=metadata)
 
     @classmethod
     def read(cls, path: Path) -> Probe:
@@ -88,7 +93,28 @@ class Probe:
                     f"{path}: tensor {name} has shape {list(tensors[name].shape)}, expected {expected}. "
                     "Export it again."
                 )
-        return cls(**{name: tensors[name] for name in _SHAPES}, dtype=metadata["dtype"])
+        contract = json.loads(metadata["contract"]) if "contract" in metadata else None
+        return cls(**{name: tensors[name] for name in _SHAPES}, dtype=metadata["dtype"], contract=contract)
+
+    def check_contract(self, contract: Contract, where: str) -> None:
+        """Raise ContractError at the first field of a contract, found at `where`, that the probe was not made with.
+
+        Sees what no number shows: how deep the drafter was trained, on how long texts, in which dtype.
+        """
+        if self.contract is not None:
+            _require_recorded(contract.to_json(), self.contract, "", where)
+
+
+def _require_recorded(found: Any, recorded: Any, name: str, where: str) -> None:
+    if isinstance(found, dict) and isinstance(recorded, dict):
+        for key in [*found, *(key for key in recorded if key not in found)]:
+            inner = f"{name}.{key}" if name else key
+            _require_recorded(found.get(key, "absent"), recorded.get(key, "absent"), inner, where)
+    elif type(found) is not type(recorded) or found != recorded:
+        raise ContractError(
+            f"{where}: {name} is {found!r}, but {PROBE_NAME} was made with {recorded!r}. One of them was edited: copy "
+            "the folder again, or export it again."
+        )
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

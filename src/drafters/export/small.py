@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from drafters.contract import Contract
 from drafters.export.official import CONFIG_NAME, decoder_config
+from drafters.export.source import Source, kept, save_config, save_weights
 from drafters.target import Target
 
 
@@ -44,15 +44,7 @@ def small_repeated(contract: Contract, target: Target) -> dict[str, Tensor]:
     tensors = {"model.embed_tokens.weight": target.embed_weight}
     if not _tied(contract, target):
         tensors["lm_head.weight"] = target.head_weight
-    return {name: _halved(weight.detach().cpu()) for name, weight in tensors.items()}
-
-
-def _halved(weight: Tensor) -> Tensor:
-    """In 16 bits where that changes no number: a rounded embedding would be another model than the one measured."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(weight.to(dtype).to(weight.dtype), weight):
-            return weight.to(dtype)
-    return weight
+    return {name: kept(weight) for name, weight in tensors.items()}
 
 
 def small_complete(folder: Path, target: Target) -> None:
@@ -60,3 +52,11 @@ def small_complete(folder: Path, target: Target) -> None:
     target.tokenizer.save_pretrained(folder, save_jinja_files=False)
     ends = {"bos_token_id": target.tokenizer.bos_token_id, "eos_token_id": list(target.eos_ids)}
     GenerationConfig(**ends).save_pretrained(folder)
+
+
+def write_small(source: Source, folder: Path) -> None:
+    """Write a whole model of the target's vocabulary: config.json, model.safetensors, tokenizer, generation config."""
+    save_config(folder, small_configs(source.contract, source.target)[CONFIG_NAME])
+    own = {small_name(name): tensor for name, tensor in source.weights.items()}
+    save_weights(folder, own | small_repeated(source.contract, source.target))
+    small_complete(folder, source.target)

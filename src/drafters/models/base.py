@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import Field, asdict, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
@@ -19,6 +19,27 @@ from drafters.models.layout import Features, Layout, make_layout
 if TYPE_CHECKING:
     from drafters.config_drafter import DrafterConfig
     from drafters.target import Target
+
+
+ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling"})  # of a shape; a contract has them under rope
+# Rotary positions of drafters made elsewhere that this code runs: their parameters, needed and further.
+SCALED_ROPES = {
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
+    "yarn": (
+        {"factor", "original_max_position_embeddings"},
+        {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"},
+    ),
+}
+
+
+def variant(default: Any) -> Any:
+    """A shape's field that only drafters made elsewhere set; at its default contracts leave it out, as old ones do."""
+    return field(default=default, metadata={"variant": True})
+
+
+def _said(found: Field, value: Any) -> bool:
+    return not (found.metadata.get("variant") and value == found.default)
 
 
 class DrafterShape(Protocol):
@@ -47,6 +68,13 @@ def check_heads(shape: Any) -> None:
         )
 
 
+def misfit(scaling: dict[str, Any]) -> str | None:
+    """What is wrong with a rope_scaling of a kind in SCALED_ROPES, in words; None where it can be run."""
+    needed, further = SCALED_ROPES[scaling["rope_type"]]
+    wrong = sorted(needed - set(scaling) | set(scaling) - needed - further - {"rope_type"})
+    return f"{wrong[0]} is {'missing' if wrong[0] in needed else 'unknown'}" if wrong else None
+
+
 class Drafter(nn.Module, ABC):
     """A trainable drafter: its graph, its draft vocabulary, and what it borrows of the target."""
 
@@ -54,6 +82,7 @@ class Drafter(nn.Module, ABC):
     shape_type: ClassVar[type]
     # Whether its training graph runs the target itself and is given Inputs where others are given Features.
     runs_target: ClassVar[bool] = False
+    first_stage: ClassVar[str | None] = None  # a family whose drafters init_from may name too: a part of these
     further_means: ClassVar[tuple[str, ...]] = ()  # what its training graph tells beside the losses of its steps
     steps_field: ClassVar[str | None] = "ttt_steps"  # where a graph records the draft steps; None: the shape has them
 
@@ -86,27 +115,40 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def graph(cls, shape: DrafterShape, steps: int) -> dict[str, Any]:
         """What a contract records of the graph; steps: the draft steps it was trained for."""
-        sizes = {name: value for name, value in asdict(shape).items() if name != "rope_theta"}
+        values = asdict(shape)
+        said = (each.name for each in fields(shape) if _said(each, values[each.name]))
+        sizes = {name: values[name] for name in said if name not in ROPE_FIELDS}
         return sizes if cls.steps_field is None else sizes | {cls.steps_field: steps}
 
     @classmethod
     def shape_from(cls, graph: dict[str, Any], rope: dict[str, Any], where: str) -> DrafterShape:
         """The shape that a contract records; raises ContractError naming a field this code cannot run."""
-        fields = set(cls.shape_type.__dataclass_fields__)
         steps = {cls.steps_field} - {None}
-        wanted = fields - {"rope_theta"} | steps
-        for key in sorted(wanted ^ set(graph)):
+        known = {each.name for each in fields(cls.shape_type)} - ROPE_FIELDS | steps
+        wanted = known - {each.name for each in fields(cls.shape_type) if each.metadata.get("variant")}
+        for key in sorted(wanted - set(graph) | set(graph) - known):
             problem = "is missing" if key in wanted else "is unknown to this code"
             raise ContractError(f"{where}: field graph.{key} {problem}. Use the Outrider version that wrote it.")
         sizes = {key: value for key, value in graph.items() if key not in steps}
-        expected = {"rope_type", "rope_theta"} if cls.rotates(graph) else set()
-        if set(rope) != expected or (expected and rope["rope_type"] != "default"):
-            raise ContractError(
-                f"{where}: rope is {rope}, this code runs "
-                f"{'rope_type default with a rope_theta' if expected else 'this family without one'}. "
-                "Use the Outrider version that wrote it."
-            )
-        return cls.shape_type(**sizes, **({"rope_theta": rope["rope_theta"]} if expected else {}))
+        return cls.shape_type(**sizes, **cls._rope_from(rope, cls.rotates(graph), where))
+
+    @classmethod
+    def _rope_from(cls, rope: dict[str, Any], rotates: bool, where: str) -> dict[str, Any]:
+        """The ROPE_FIELDS of a shape that a contract's rope records."""
+        if not rotates and not rope:
+            return {}
+        kind, scalable = rope.get("rope_type"), "rope_scaling" in cls.shape_type.__dataclass_fields__
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        if rotates and "rope_theta" in rope:
+            if scaling == {"rope_type": "default"}:
+                return {"rope_theta": rope["rope_theta"]}
+            if scalable and kind in SCALED_ROPES and misfit(scaling) is None:
+                return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+        raise ContractError(
+            f"{where}: rope is {rope}, this code runs "
+            f"{'rope_type default with a rope_theta' if rotates else 'this family without one'}. "
+            "Use the Outrider version that wrote it."
+        )
 
     @classmethod
     def rotates(cls, graph: dict[str, Any]) -> bool:
@@ -117,7 +159,10 @@ class Drafter(nn.Module, ABC):
     def rope(cls, shape: DrafterShape) -> dict[str, Any]:
         """What a contract records of rotary positions; empty where the graph has none."""
         theta = getattr(shape, "rope_theta", None)
-        return {} if theta is None else {"rope_type": "default", "rope_theta": theta}
+        if theta is None:
+            return {}
+        scalable = "rope_scaling" in cls.shape_type.__dataclass_fields__
+        return {"rope_type": "default", "rope_theta": theta} | ((scalable and shape.rope_scaling) or {})
 
     @classmethod
     def deepest(cls, graph: dict[str, Any]) -> int | None:

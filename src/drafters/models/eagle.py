@@ -7,6 +7,7 @@ steps read the drafter's own features and attend to those of the steps before.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from drafters.batches import Batch, mask4d
 from drafters.config_drafter import EagleConfig
 from drafters.facts import sizes_for
-from drafters.models.base import check_draft_vocab, check_heads
+from drafters.models.base import check_draft_vocab, check_heads, variant
 from drafters.models.layers import (
     INITIALIZER_STD,
     DraftAttention,
@@ -37,7 +38,11 @@ NOISE_LENGTH = 512  # tokens of the document whose noise has the width that feat
 
 @dataclass(frozen=True)
 class EagleShape:
-    """Sizes of an EAGLE drafter; its width is the target's, whose features it predicts."""
+    """Sizes of an EAGLE drafter; its width is the target's, whose features it predicts.
+
+    fc_bias: of the layer that joins embedding and feature. attention_bias: of q, k, v and o. own_embedding, own_head:
+    it has them for itself; else they are the target's. rope_scaling: see SCALED_ROPES.
+    """
 
     target_hidden_size: int
     intermediate_size: int
@@ -49,6 +54,11 @@ class EagleShape:
     max_position_embeddings: int
     vocab_size: int
     draft_vocab_size: int
+    fc_bias: bool = variant(False)
+    attention_bias: bool = variant(False)
+    own_embedding: bool = variant(False)
+    own_head: bool = variant(False)
+    rope_scaling: dict[str, Any] | None = variant(None)
 
     def __post_init__(self) -> None:
         check_draft_vocab(self)
@@ -58,11 +68,13 @@ class EagleShape:
 class EagleLayer(DraftLayer):
     """fc joins embedding and feature; a Llama layer without its first norm follows."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, fc_bias: bool = False, attention_bias: bool = False) -> None:
         super().__init__()
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
-        self.self_attn = DraftAttention(config, size)
+        if fc_bias:
+            self.fc.bias = nn.Parameter(torch.zeros(size))
+        self.self_attn = DraftAttention(config, size, attention_bias, attention_bias)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
         self.rotary = DraftRotary(config)
@@ -80,11 +92,13 @@ class EagleDrafter(RecurrentDrafter):
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__(shape)
-        self.block = EagleLayer(layer_config(shape, shape.target_hidden_size))
+        config = layer_config(shape, shape.target_hidden_size, shape.rope_scaling)
+        self.block = EagleLayer(config, shape.fc_bias, shape.attention_bias)
         self.lm_head = DraftHead(shape.target_hidden_size, shape.draft_vocab_size)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INITIALIZER_STD)
+        self.add_embedding(shape.target_hidden_size)
 
     @classmethod
     def shape_for(cls, cfg: EagleConfig, target: Target) -> EagleShape:
@@ -102,14 +116,6 @@ class EagleDrafter(RecurrentDrafter):
     @staticmethod
     def usual_taps(num_layers: int) -> tuple[int, ...]:
         return (num_layers,)
-
-    @property
-    def borrowed(self) -> tuple[str, ...]:
-        return ("lm_head.weight",)
-
-    def bind(self, target: Target) -> None:
-        super().bind(target)
-        self.lm_head.borrow(target.head_weight, self.t2d)
 
     @property
     def layer(self) -> EagleLayer:

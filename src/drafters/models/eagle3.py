@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from drafters.batches import Batch
 from drafters.config_drafter import Eagle3Config
 from drafters.facts import sizes_for
-from drafters.models.base import check_draft_vocab, check_heads
+from drafters.models.base import check_draft_vocab, check_heads, variant
 from drafters.models.layers import INITIALIZER_STD, DraftHead, Eagle3Layer, layer_config
 from drafters.models.recurrent import RecurrentDrafter
 from drafters.target import Target, default_taps
@@ -20,7 +21,12 @@ from drafters.warm_start import warm_start
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """Every size and graph flag that fixes an EAGLE-3 drafter; two equal shapes compute the same graph."""
+    """Every size and graph flag that fixes an EAGLE-3 drafter; two equal shapes compute the same graph.
+
+    norm_before_residual: the residual stream is the normed hidden branch. norm_before_fc: one norm over all taps before
+    fc. fc_bias: of fc. attention_bias: of q, k, v and o. qk_norm: queries and keys pass a norm per head. own_embedding,
+    own_head: it has them for itself; else they are the target's. rope_scaling: see SCALED_ROPES.
+    """
 
     hidden_size: int
     target_hidden_size: int
@@ -36,6 +42,14 @@ class Eagle3Shape:
     num_taps: int = 3
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_residual: bool = variant(False)
+    norm_before_fc: bool = variant(False)
+    fc_bias: bool = variant(False)
+    attention_bias: bool = variant(False)
+    qk_norm: bool = variant(False)
+    own_embedding: bool = variant(False)
+    own_head: bool = variant(True)
+    rope_scaling: dict[str, Any] | None = variant(None)
 
     def __post_init__(self) -> None:
         check_draft_vocab(self)
@@ -52,15 +66,21 @@ class Eagle3Drafter(RecurrentDrafter):
         super().__init__(shape)
         eps = shape.rms_norm_eps
         self.fc = nn.Linear(shape.num_taps * shape.target_hidden_size, shape.hidden_size, bias=False)
+        if shape.fc_bias:
+            self.fc.bias = nn.Parameter(torch.zeros(shape.hidden_size))
+        if shape.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(shape.num_taps * shape.target_hidden_size, eps=eps)
         if shape.fc_norm:
             norms = (LlamaRMSNorm(shape.target_hidden_size, eps=eps) for _ in range(shape.num_taps))
             self.fc_norm = nn.ModuleList(norms)
-        self.midlayer = Eagle3Layer(layer_config(shape, shape.hidden_size))
+        config = layer_config(shape, shape.hidden_size, shape.rope_scaling)
+        self.midlayer = Eagle3Layer(config, shape.norm_before_residual, shape.attention_bias, shape.qk_norm)
         self.norm = LlamaRMSNorm(shape.hidden_size, eps=eps)
         self.lm_head = DraftHead(shape.hidden_size, shape.draft_vocab_size)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INITIALIZER_STD)
+        self.add_embedding(shape.hidden_size)
 
     @classmethod
     def shape_for(cls, cfg: Eagle3Config, target: Target) -> Eagle3Shape:
@@ -99,6 +119,8 @@ class Eagle3Drafter(RecurrentDrafter):
 
     def fuse(self, taps: Tensor) -> Tensor:
         taps = taps.to(self.dtype)
+        if self.shape.norm_before_fc:
+            taps = self.input_norm(taps)
         if self.shape.fc_norm:
             parts = taps.split(self.shape.target_hidden_size, dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)

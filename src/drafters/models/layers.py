@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ class LayerShape(Protocol):
     vocab_size: int
 
 
-def layer_config(shape: LayerShape, hidden_size: int) -> LlamaConfig:
-    """The transformers configuration of one decoder layer."""
+def layer_config(shape: LayerShape, hidden_size: int, rope_scaling: dict[str, Any] | None = None) -> LlamaConfig:
+    """The transformers configuration of one decoder layer; rope_scaling: see SCALED_ROPES in base."""
     return LlamaConfig(
         hidden_size=hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -47,7 +47,7 @@ def layer_config(shape: LayerShape, hidden_size: int) -> LlamaConfig:
         max_position_embeddings=shape.max_position_embeddings,
         vocab_size=shape.vocab_size,
         hidden_act="silu",
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta} | (rope_scaling or {}),
     )
 
 
@@ -106,13 +106,14 @@ class AttentionLayer(nn.Module):
     def queries(self, joined: Tensor, position_ids: Tensor) -> Tensor:
         """Return roped queries [B, nq, T, d] of attention inputs [B, T, ..] at position_ids [B, T]."""
         attention = self.self_attn
-        return self._rotate(self._heads(attention.q_proj(joined), attention.num_heads), position_ids)
+        heads = self._heads(attention.q_proj(joined), attention.num_heads)
+        return self._rotate(attention.q_norm(heads), position_ids)
 
     def keys_values(self, joined: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return roped keys and plain values, both [B, nkv, T, d], of attention inputs [B, T, ..]."""
         attention = self.self_attn
-        keys = self._rotate(self._heads(attention.k_proj(joined), attention.num_kv_heads), position_ids)
-        return keys, self._heads(attention.v_proj(joined), attention.num_kv_heads)
+        keys = attention.k_norm(self._heads(attention.k_proj(joined), attention.num_kv_heads))
+        return self._rotate(keys, position_ids), self._heads(attention.v_proj(joined), attention.num_kv_heads)
 
 
 class DraftLayer(AttentionLayer):
@@ -130,9 +131,14 @@ class DraftLayer(AttentionLayer):
 
 
 class DraftAttention(nn.Module):
-    """Projections of grouped-query attention over inputs of some width; the caller supplies the attention itself."""
+    """Projections of grouped-query attention over inputs of some width; the caller supplies the attention itself.
 
-    def __init__(self, config: LlamaConfig, width: int) -> None:
+    bias: of q, k and v (Qwen2); output_bias: of o; qk_norm: queries and keys pass a norm per head (Qwen3).
+    """
+
+    def __init__(
+        self, config: LlamaConfig, width: int, bias: bool = False, output_bias: bool = False, qk_norm: bool = False
+    ) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
@@ -141,20 +147,39 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        biased = [self.q_proj, self.k_proj, self.v_proj] * bias + [self.o_proj] * output_bias
+        for projection in biased:
+            projection.bias = nn.Parameter(torch.zeros(projection.out_features))
+        eps = config.rms_norm_eps
+        self.q_norm = LlamaRMSNorm(self.head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.k_norm = LlamaRMSNorm(self.head_dim, eps=eps) if qk_norm else nn.Identity()
 
 
 class Eagle3Layer(DraftLayer):
-    """The one decoder layer of EAGLE-3; its residual stream is the un-normed hidden branch."""
+    """The one decoder layer of EAGLE-3; its residual stream is the hidden branch, un-normed.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    norm_before_residual: the residual stream is the normed hidden branch. attention_bias: of q, k, v and o. qk_norm:
+    see DraftAttention.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        norm_before_residual: bool = False,
+        attention_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.hidden_norm = LlamaRMSNorm(size, eps=eps)
         self.input_layernorm = LlamaRMSNorm(size, eps=eps)
-        self.self_attn = DraftAttention(config, 2 * size)
+        self.self_attn = DraftAttention(config, 2 * size, attention_bias, attention_bias, qk_norm)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.rotary = DraftRotary(config)
+        self.norm_before_residual = norm_before_residual
 
     def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1), hidden
+        normed = self.hidden_norm(hidden)
+        joined = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
+        return joined, normed if self.norm_before_residual else hidden

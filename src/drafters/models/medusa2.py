@@ -45,6 +45,7 @@ class Medusa2Drafter(MedusaDrafter):
     family = "medusa2"
     shape_type = Medusa2Shape
     runs_target = True
+    first_stage = "medusa"  # the paper's first stage: the heads alone
     further_means = ("kl", "agreement")  # of the tuned target with the original, over response positions
 
     def __init__(self, shape: Medusa2Shape) -> None:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from drafters.batches import Batch, mask4d
 from drafters.config_drafter import MtpConfig
 from drafters.facts import facts_from
-from drafters.models.base import check_draft_vocab, check_heads
+from drafters.models.base import check_draft_vocab, check_heads, variant
 from drafters.models.layers import INITIALIZER_STD, DraftAttention, DraftHead, DraftLayer, DraftRotary, layer_config
 from drafters.models.native_mtp import load_native
 from drafters.models.recurrent import RecurrentDrafter
@@ -26,6 +25,7 @@ class MtpShape:
     """Sizes of an MTP module, all the target's; layer_index: its number in DeepSeek's names, the target's layer count.
 
     qk_norm: queries and keys pass a norm per head (Qwen3). qkv_bias: their projections have biases (Qwen2).
+    own_embedding, own_head: it has them for itself; else they are the target's.
     """
 
     target_hidden_size: int
@@ -41,23 +41,12 @@ class MtpShape:
     layer_index: int
     qk_norm: bool = False
     qkv_bias: bool = False
+    own_embedding: bool = variant(False)
+    own_head: bool = variant(False)
 
     def __post_init__(self) -> None:
         check_draft_vocab(self)
         check_heads(self)
-
-
-class MtpAttention(DraftAttention):
-    """Projections with the norms and biases that the target's have."""
-
-    def __init__(self, shape: MtpShape, config: LlamaConfig) -> None:
-        super().__init__(config, shape.target_hidden_size)
-        if shape.qkv_bias:
-            for projection in (self.q_proj, self.k_proj, self.v_proj):
-                projection.bias = nn.Parameter(torch.zeros(projection.out_features))
-        eps = shape.rms_norm_eps
-        self.q_norm = LlamaRMSNorm(self.head_dim, eps=eps) if shape.qk_norm else nn.Identity()
-        self.k_norm = LlamaRMSNorm(self.head_dim, eps=eps) if shape.qk_norm else nn.Identity()
 
 
 class MtpLayer(DraftLayer):
@@ -70,7 +59,7 @@ class MtpLayer(DraftLayer):
         self.hnorm = LlamaRMSNorm(size, eps=eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.input_layernorm = LlamaRMSNorm(size, eps=eps)
-        self.self_attn = MtpAttention(shape, config)
+        self.self_attn = DraftAttention(config, size, bias=shape.qkv_bias, qk_norm=shape.qk_norm)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.shared_head = nn.ModuleDict({"norm": LlamaRMSNorm(size, eps=eps)})
@@ -82,16 +71,6 @@ class MtpLayer(DraftLayer):
     def enter(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads, and the residual stream itself, of a stream [B, T, H] that enters the decoder layer."""
         return self.input_layernorm(stream), stream
-
-    def queries(self, joined: Tensor, position_ids: Tensor) -> Tensor:
-        attention = self.self_attn
-        heads = self._heads(attention.q_proj(joined), attention.num_heads)
-        return self._rotate(attention.q_norm(heads), position_ids)
-
-    def keys_values(self, joined: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        attention = self.self_attn
-        keys = attention.k_norm(self._heads(attention.k_proj(joined), attention.num_kv_heads))
-        return self._rotate(keys, position_ids), self._heads(attention.v_proj(joined), attention.num_kv_heads)
 
 
 class MtpDrafter(RecurrentDrafter):
@@ -108,6 +87,7 @@ class MtpDrafter(RecurrentDrafter):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INITIALIZER_STD)
+        self.add_embedding(shape.target_hidden_size)
 
     @classmethod
     def shape_for(cls, cfg: MtpConfig, target: Target) -> MtpShape:
@@ -133,14 +113,6 @@ class MtpDrafter(RecurrentDrafter):
     @staticmethod
     def usual_taps(num_layers: int) -> tuple[int, ...]:
         return (num_layers,)
-
-    @property
-    def borrowed(self) -> tuple[str, ...]:
-        return ("lm_head.weight",)
-
-    def bind(self, target: Target) -> None:
-        super().bind(target)
-        self.lm_head.borrow(target.head_weight, self.t2d)
 
     @property
     def layer(self) -> MtpLayer:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from drafters.models.base import Drafter
-from drafters.models.layers import Attend, DraftHead, DraftLayer, causal_attention
+from drafters.models.layers import INITIALIZER_STD, Attend, DraftHead, DraftLayer, causal_attention
 
 if TYPE_CHECKING:
     from drafters.config_drafter import RecurrentConfig
@@ -25,6 +25,27 @@ class RecurrentDrafter(Drafter):
     def deepest(cls, graph: dict[str, Any]) -> int:
         # A step of training-time test sees the steps before it, so one level more than it had steps is still sound.
         return graph["ttt_steps"] + 1
+
+    # ---- what it borrows: embedding and head, where it has none of its own
+
+    @property
+    def borrowed(self) -> tuple[str, ...]:
+        return () if self.shape.own_head else ("lm_head.weight",)
+
+    def add_embedding(self, width: int) -> None:
+        """Make the embedding [V, width] where the shape says that it has one of its own."""
+        if self.shape.own_embedding:
+            self.embed_tokens = nn.Embedding(self.shape.vocab_size, width)
+            nn.init.normal_(self.embed_tokens.weight, std=INITIALIZER_STD)
+
+    def bind(self, target: Target) -> None:
+        if not self.shape.own_embedding:
+            super().bind(target)
+        if not self.shape.own_head:
+            self.lm_head.borrow(target.head_weight, self.t2d)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.embed_tokens(ids) if self.shape.own_embedding else super().embed(ids)
 
     @property
     @abstractmethod

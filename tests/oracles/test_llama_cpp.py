@@ -1,0 +1,118 @@
+"""On the real target: llama.cpp, drafting with an exported EAGLE-3 drafter, gives the text of plain decoding and takes
+as many drafts as the runtime does in a chain."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.config import BuiltinData
+from drafters.contract import Contract
+from drafters.corpus import load_prompts
+from drafters.errors import ConfigError
+from drafters.export import describe_drafter, export_drafter, load_drafter
+from drafters.export.forms import FORMS, write_form
+from drafters.export.gguf import DRAFTER_NAME, TARGET_NAME
+from drafters.export.source import Source
+from drafters.models.eagle3 import Eagle3Drafter
+from drafters.target import Target
+from runtime import Engine, SamplingParams
+from tests.drafters.forms_setup import source_of
+from tests.oracles.oracle_setup import needs
+from tests.test_real_target import KEPT, target  # noqa: F401 (a fixture)
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow, needs("xllamacpp")]
+COUNT, TOKENS, DRAFTS = 8, 64, 4
+RUNNER = Path(__file__).parent / "llama_cpp.py"
+SPOKEN = ("It's 12345 o'clock\n\n  x = 3.14  # über naïve 東京 🙂\t\tend", "<|im_start|>user\nHi<|im_end|>\n")
+TEXT = "One day it met a farmer, and asked him for three apples. def area(width, height): return width * height"
+
+
+@torch.no_grad()
+def without_tap_norms(kept: Eagle3Drafter, contract: Contract, target: Target) -> Eagle3Drafter:  # noqa: F811
+    """The kept drafter with a constant in the place of each norm of a tap, which llama.cpp cannot say: another drafter,
+    that drafts nearly as well."""
+    drafter = Eagle3Drafter(replace(kept.shape, fc_norm=False))
+    drafter.bind_vocab(kept.d2t.clone(), kept.t2d.clone())
+    drafter.load_state_dict({name: value for name, value in kept.state_dict().items() if "fc_norm" not in name})
+    ids = torch.tensor([target.tokenizer(TEXT)["input_ids"]])
+    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    taps, _ = target.hidden(ids, torch.arange(ids.shape[1])[None], mask, contract.tap_indices)
+    parts = drafter.fc.weight.chunk(len(contract.tap_indices), -1)
+    for part, tap, norm in zip(parts, taps[0].chunk(len(parts), -1), kept.fc_norm, strict=True):
+        part.mul_(norm.weight / tap.pow(2).mean(-1).sqrt().median())
+    drafter.bind(target)
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def source(target, tmp_path_factory) -> Source:  # noqa: F811
+    kept, contract = load_drafter(KEPT, target)
+    drafter = without_tap_norms(kept, contract, target)
+    contract = describe_drafter(drafter, target, taps=contract.tap_indices, steps=3, max_length=512)
+    folder = tmp_path_factory.mktemp("native") / "export"
+    return source_of(export_drafter(drafter, target, contract, folder, command="python train.py"), target)
+
+
+@pytest.fixture(scope="module")
+def folder(source, tmp_path_factory) -> Path:
+    return write_form("gguf", source, tmp_path_factory.mktemp("gguf") / "gguf")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[dict[str, str]]]:
+    return [list(prompt.messages) for prompt in load_prompts(BuiltinData(eval_prompts=40), "eval")[:COUNT]]
+
+
+@pytest.fixture(scope="module")
+def theirs(source, folder, prompts, target):  # noqa: F811
+    """What llama.cpp finds with and without the drafter."""
+    encode = Engine.load(target, "none").encode
+
+    def run(drafter: str) -> dict[str, list]:
+        job = {
+            "target": str(folder / TARGET_NAME),
+            "drafter": drafter,
+            "drafts": DRAFTS,
+            "tokens": TOKENS,
+            "prompts": [encode(prompt) for prompt in prompts],
+            "texts": SPOKEN,
+            "found": str(folder.parent / "found.json"),
+        }
+        done = subprocess.run([sys.executable, RUNNER], input=json.dumps(job), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(Path(job["found"]).read_text())
+
+    return {"plain": run(""), "drafted": run(str(folder / DRAFTER_NAME))}
+
+
+def test_the_text_is_plain_decodings(target, prompts, theirs):  # noqa: F811
+    plain = [result.text for result in Engine.load(target, "none").generate(prompts, SamplingParams(TOKENS))]
+    for kind, found in theirs.items():
+        assert [answer["choices"][0]["text"] for answer in found["answers"]] == plain, kind
+
+
+def test_text_is_cut_into_the_targets_own_ids(target, theirs):  # noqa: F811
+    assert theirs["plain"]["ids"] == [target.tokenizer(text)["input_ids"] for text in SPOKEN]
+
+
+def test_as_many_drafts_are_accepted_as_in_our_own_chain(source, prompts, theirs, record_property):
+    chain = {"num_draft_tokens": DRAFTS + 1, "depth": DRAFTS, "top_k": 1}
+    engine = Engine.load(source.target, (source.drafter, source.contract.tap_indices), **chain)
+    results = engine.generate(prompts, SamplingParams(TOKENS))
+    ours = sum(result.stats.accepted for result in results)
+    found = sum(answer["timings"]["draft_n_accepted"] for answer in theirs["drafted"]["answers"])
+    record_property("accepted", {"ours": ours, "llama.cpp": found})
+    assert ours / sum(result.stats.rounds for result in results) > 0.3
+    assert abs(found - ours) <= 0.05 * ours, (found, ours)
+
+
+def test_the_kept_drafter_itself_is_refused(target):  # noqa: F811
+    with pytest.raises(ConfigError, match=r"export\.dialect=gguf cannot hold this drafter: .*drafter\.fc_norm=true"):
+        FORMS["gguf"].check(source_of(KEPT, target))
