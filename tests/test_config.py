@@ -205,7 +205,7 @@ NODES = "must be a whole number >= 1 or auto."
         ("train", ["trainer.betas=3"], "trainer.betas=3: must be a list, each entry a number >= 0 and < 1."),
         ("train", ["plan=perhaps"], "plan=perhaps: must be true or false."),
         ("train", ["resume=maybe"], "resume=maybe: must be one of auto, never."),
-        ("serve", ["mode=http"], "mode=http: must be one of eval, compare, generate, chat."),
+        ("serve", ["mode=http"], "mode=http: must be one of eval, compare, generate, chat, import."),
         ("serve", ["verification=fast"], "verification=fast: must be one of coupled, rejection, typical."),
         *(
             (script, [f"runtime.num_draft_tokens={value}"], f"runtime.num_draft_tokens={shown}: {NODES}")

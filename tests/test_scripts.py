@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from drafters.config import FAMILIES, GROUPS, RUNS
 from drafters.config_check import leaves
+from drafters.config_export import FIELD, SOURCE
 from drafters.errors import ConfigError, TargetError
 from tests.helpers import CONF, ROOT
 
@@ -258,7 +259,7 @@ def test_wrong_settings_leave_with_2_and_one_line(tmp_path):
     assert done.stderr.splitlines() == [
         f"error: drafter.path=nowhere: 'nowhere' is not a drafter: there is no such folder (looked in {tmp_path}). "
         "Set drafter.path to an export folder, none, ngram, suffix, recycle, random, small:FOLDER, or several of them "
-        "joined by +."
+        "joined by +; a drafter made elsewhere goes by its folder or its hub id."
     ]
 
 
@@ -276,7 +277,8 @@ def test_help_lists_exactly_the_groups_and_options_there_are(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_names_only_settings_that_exist(script):
     text = yaml.safe_load((CONF / "hydra" / "help" / f"{script}.yaml").read_text())["template"]
-    known = {path for run in RUNS.values() for path, _, _ in leaves(run)} | set(GROUPS["train"])
+    fields = {path for run in RUNS.values() for path, _, _ in leaves(run)}
+    known = {SOURCE if path == FIELD else path for path in fields} | set(GROUPS["train"])
     named = set(re.findall(r"(?<![\w./-])([a-z_]+(?:\.[a-z_]+)*)=", text))
     assert named and named <= known, named - known
 
