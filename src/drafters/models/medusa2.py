@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,17 @@ class Medusa2Drafter(MedusaDrafter):
             lora_layers=layers,
             lora_sizes=sizes,
         )
+
+    @classmethod
+    def shape_from(cls, graph: dict[str, Any], rope: dict[str, Any], where: str) -> Medusa2Shape:
+        shape = super().shape_from(graph, rope, where)
+        for name, size in shape.lora_sizes.items():
+            if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int for each in size)):
+                raise ContractError(
+                    f"{where}: field graph.lora_sizes.{name} is {size!r}, expected [out, in]. "
+                    "Copy the folder again, or export it again."
+                )
+        return shape
 
     @property
     def lora_shape(self) -> LoraShape:
