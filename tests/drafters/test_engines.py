@@ -191,6 +191,7 @@ def test_a_stray_safetensors_is_read_too_where_no_index_forbids_it(sound, tmp_pa
     save_file({"logits": torch.zeros(2)}, copied / "probe.safetensors")
     found = verdicts("eagle3", copied, side)
     assert "probe.safetensors; it refuses their tensors" in found["vllm"].reasons[0] and not found["vllm"].loads
+    assert found["sglang"].loads and "passes over those it does not know" in found["sglang"].reasons[0]
     names = open_folder(copied, "model.safetensors").shapes
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (copied / "model.safetensors.index.json").write_text(json.dumps(index))

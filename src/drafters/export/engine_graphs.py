@@ -139,7 +139,7 @@ def misfits(
 
 
 def stray_problem(folder: Folder, engine: str) -> list[str]:
-    fate = "refuses their tensors" if engine == "vLLM" else "reads them too"
+    fate = "refuses their tensors" if engine == "vLLM" else "passes over those it does not know"
     return [f"{engine} reads every *.safetensors without an index: {', '.join(folder.strays)}; it {fate}"] * bool(
         folder.strays
     )

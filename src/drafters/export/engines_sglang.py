@@ -49,7 +49,7 @@ def _sglang_eagle3(folder: Folder, served: Served) -> Ruling:
         notes.append(f"with {SGLANG_CONFIG} in place of config.json, whose layer ids SGLang would count otherwise")
     if config["architectures"][0] != SGLANG_EAGLE3:
         return [f"architectures is {config['architectures'][0]}, SGLang knows {SGLANG_EAGLE3} alone"], notes, None
-    problems = size_problems(config, served) + stray_problem(folder, "SGLang")
+    problems = size_problems(config, served)
     if config["tie_word_embeddings"]:
         problems.append("tie_word_embeddings is true: SGLang takes the embedding for the output head")
     if "draft_vocab_size" not in config:
@@ -72,6 +72,7 @@ def _sglang_eagle3(folder: Folder, served: Served) -> Ruling:
     if served.own_embedding and config["hidden_size"] == served.hidden_size:
         problems.append("SGLang puts the target's embedding in place of the drafter's own")
     taken = tuple(index + 1 for index in ids) if ids else default_taps(served)
+    notes += stray_problem(folder, "SGLang")
     return problems + tap_problem("SGLang", taken, served), notes, command
 
 
@@ -86,12 +87,12 @@ def _sglang_eagle(folder: Folder, served: Served) -> Ruling:
     problems += misfits(folder.shapes, expected, "SGLang", borrowed=["embed_tokens.weight"], drops=True)
     if served.own_embedding:
         problems.append("SGLang puts the target's embedding in place of the drafter's own")
-    return problems, [WIDE], _sglang_command(folder, served, "EAGLE")
+    return problems, [WIDE, *stray_problem(folder, "SGLang")], _sglang_command(folder, served, "EAGLE")
 
 
 def _sglang_small(folder: Folder, served: Served) -> Ruling:
-    problems = model_problems(folder, served, "SGLang", drops=True) + stray_problem(folder, "SGLang")
-    return problems, [], _sglang_command(folder, served, "STANDALONE")
+    problems = model_problems(folder, served, "SGLang", drops=True)
+    return problems, stray_problem(folder, "SGLang"), _sglang_command(folder, served, "STANDALONE")
 
 
 def _sglang_merged(folder: Folder, served: Served) -> Ruling:
