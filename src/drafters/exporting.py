@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 EXPORT = "export"  # in a training run's folder
 VERIFY_NAME = "verify.json"
-CHECKER, GGUF_CHECKER = "drafters.export.verify", "drafters.export.verify_gguf"
+CHECKER = "drafters.export.verify"
 
 
 def run_export(run: TrainRun, console: Console) -> dict[str, Any]:
@@ -82,15 +82,15 @@ def verify(folder: Path, dialect: str, source: Source) -> dict[str, Any]:
     places = [str(Path(drafters.__file__).parent.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     with tempfile.TemporaryDirectory() as temp:
-        result, checker = Path(temp) / VERIFY_NAME, GGUF_CHECKER if dialect == "gguf" else CHECKER
-        command = [sys.executable, "-m", checker, str(folder), "--dialect", dialect]
+        result = Path(temp) / VERIFY_NAME
+        command = [sys.executable, "-m", CHECKER, str(folder), "--dialect", dialect]
         command += ["--target", str(source.target.folder), "--probe", str(source.folder), "--json", str(result)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if not result.is_file():
             lines = (done.stderr or done.stdout).strip().splitlines() or ["nothing was said"]
             raise ArtifactError(
                 f"{folder}: checking it failed with status {done.returncode}: {lines[-1]}. Run it by hand: "
-                f"python -m {checker} {folder} --dialect {dialect} --target {source.target.folder} --probe "
+                f"python -m {CHECKER} {folder} --dialect {dialect} --target {source.target.folder} --probe "
                 f"{source.folder} --json {VERIFY_NAME}"
             )
         return json.loads(result.read_text(encoding="utf-8"))

@@ -185,13 +185,20 @@ def test_an_engine_names_the_field_that_it_trips_over(sound, tmp_path, dialect, 
         raise OutriderError("; ".join(verdict.reasons))
 
 
-def test_a_stray_safetensors_is_read_too_where_no_index_forbids_it(sound, tmp_path):
+def test_a_stray_safetensors_is_found_by_each_engine_where_no_index_forbids_it(sound, tmp_path):
     folder, side = sound("eagle3")
     copied = Path(shutil.copytree(folder, tmp_path / "copy"))
     save_file({"logits": torch.zeros(2)}, copied / "probe.safetensors")
     found = verdicts("eagle3", copied, side)
     assert "probe.safetensors; it refuses their tensors" in found["vllm"].reasons[0] and not found["vllm"].loads
     assert found["sglang"].loads and "passes over those it does not know" in found["sglang"].reasons[0]
+    for dialect in ("eagle-sglang", "small"):
+        other, its_side = sound(dialect)
+        passed = Path(shutil.copytree(other, tmp_path / dialect))
+        save_file({"logits": torch.zeros(2)}, passed / "probe.safetensors")
+        (passed / "model.safetensors.index.json").unlink(missing_ok=True)
+        verdict = verdicts(dialect, passed, its_side)["sglang"]
+        assert verdict.loads and "passes over those it does not know" in verdict.reasons[-1], dialect
     names = open_folder(copied, "model.safetensors").shapes
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (copied / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -161,6 +161,8 @@ def test_an_export_with_an_adapter_is_written_from_the_tuned_target(run, checked
 def test_nothing_is_written_when_one_dialect_cannot_hold_the_drafter(run, checked, natives, tmp_path):
     with pytest.raises(ConfigError, match="small is for drafters of family small"):
         run("eagle", ["eagle-vllm", "small"])
+    with pytest.raises(ConfigError, match="gguf cannot hold this drafter.*fc_norm.*Set export.dialect to eagle3"):
+        run("eagle3", ["eagle3", "gguf"])
     assert not (tmp_path / "out").exists() and checked == []
 
 

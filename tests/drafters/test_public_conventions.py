@@ -150,7 +150,7 @@ def test_a_flag_the_wrong_way_round_is_named(tiny_target, tmp_path, caplog):
 def test_what_is_measured_is_the_share_of_first_drafts_that_are_the_targets_choice(tiny_target, random_eagle3):
     texts = samples(tiny_target, (2, 4, 5))
     found = measure(random_eagle3, (2, 4, 5), texts)
-    hits, positions, overlap = 0, 0, 0.0
+    hits, positions, overlap, said, wanted = 0, 0, 0.0, [], []
     for text in texts:
         length = text.ids.shape[1]
         mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
@@ -161,12 +161,17 @@ def test_what_is_measured_is_the_share_of_first_drafts_that_are_the_targets_choi
         drafts, law = logits.argmax(-1), tiny_target.logits(last)[0].softmax(-1)
         chosen = law.argmax(-1)
         for drafted in range(text.start, length + 1):  # the token drafted, which the answer holds or would go on with
-            hits += int(random_eagle3.draft_to_target(drafts[drafted - 2]) == chosen[drafted - 1])
+            said.append(int(random_eagle3.draft_to_target(drafts[drafted - 2])))
+            wanted.append(int(chosen[drafted - 1]))
+            hits += said[-1] == wanted[-1]
             q, p = logits[drafted - 2].softmax(-1), law[drafted - 1][random_eagle3.t2d]
             overlap += float(torch.minimum(p, q).sum())
             positions += 1
     assert (found.accepted, found.positions) == (hits, positions)
     assert float(found.overlap.sum()) == pytest.approx(overlap, abs=1e-3)
+    # Of all ways to pair a draft with a choice, the share in which they are the same token.
+    pairs = sum(draft == choice for draft in said for choice in wanted)
+    assert found.chance == pytest.approx(pairs / positions**2) and 0 < found.chance < 0.5
 
 
 @pytest.fixture

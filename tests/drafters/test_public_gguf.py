@@ -9,23 +9,29 @@ import torch
 from gguf import GGUFWriter
 
 from drafters.errors import ArtifactError
-from drafters.export import load_drafter
+from drafters.export import export_drafter, load_drafter
 from drafters.export.gguf import DRAFTER_NAME, interleaved, write_drafter, write_target
 from drafters.export.source import Source
 from drafters.public.gguf import halves
 from drafters.public.load import assemble, is_public, read_public
+from tests.drafters.export_setup import build_drafter, describe
 from tests.drafters.public_setup import IDS, states
 
 
-@pytest.fixture
-def folder(exported, tiny_target, tmp_path) -> Path:
-    drafter, contract = load_drafter(exported, tiny_target)
-    write_drafter(Source(drafter, contract, tiny_target, exported), tmp_path / DRAFTER_NAME)
-    return tmp_path
+@pytest.fixture(params=["scattered", "adjacent"])
+def export(request, exported, tiny_target, tmp_path) -> Path:
+    """An export; one keeps ids 1 to 128, which would be a map as offsets too."""
+    if request.param == "scattered":
+        return exported
+    drafter = build_drafter(tiny_target, kept=torch.arange(1, 129))
+    return export_drafter(drafter, tiny_target, describe(drafter, tiny_target), tmp_path / "export", command="c")
 
 
-def test_it_is_the_same_drafter(folder, exported, tiny_target):
-    drafter, contract = load_drafter(exported, tiny_target)
+def test_it_is_the_same_drafter(export, tiny_target, tmp_path):
+    drafter, contract = load_drafter(export, tiny_target)
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    write_drafter(Source(drafter, contract, tiny_target, export), folder / DRAFTER_NAME)
     write_target(tiny_target, folder / "target.gguf")
     assert is_public(folder)
     public = read_public(folder, tiny_target)

@@ -106,11 +106,13 @@ def test_as_many_drafts_are_accepted_as_in_our_own_chain(source, prompts, theirs
     chain = {"num_draft_tokens": DRAFTS + 1, "depth": DRAFTS, "top_k": 1}
     engine = Engine.load(source.target, (source.drafter, source.contract.tap_indices), **chain)
     results = engine.generate(prompts, SamplingParams(TOKENS))
-    ours = sum(result.stats.accepted for result in results)
-    found = sum(answer["timings"]["draft_n_accepted"] for answer in theirs["drafted"]["answers"])
+    ours = [result.stats.accepted for result in results]
+    found = [answer["timings"]["draft_n_accepted"] for answer in theirs["drafted"]["answers"]]
     record_property("accepted", {"ours": ours, "llama.cpp": found})
-    assert ours / sum(result.stats.rounds for result in results) > 0.3
-    assert abs(found - ours) <= 0.05 * ours, (found, ours)
+    assert sum(ours) / sum(result.stats.rounds for result in results) > 0.3
+    assert abs(sum(found) - sum(ours)) <= 0.05 * sum(ours), (found, ours)
+    # The sum alone would let a tap one layer off, or heads in another order, pass for a near tie.
+    assert max(abs(there - here) for there, here in zip(found, ours, strict=True)) <= 2, (found, ours)
 
 
 def test_the_kept_drafter_itself_is_refused(target):  # noqa: F811

@@ -8,12 +8,14 @@ import logging
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
 from drafters.artifacts import verify_folder
 from drafters.errors import ArtifactError, ConfigError
 from drafters.export.native import load_drafter
 from drafters.models.eagle3 import Eagle3Drafter
 from drafters.public import hub
+from drafters.public.folder import open_folder
 from drafters.public.load import resolve_public
 from drafters.target_sources import HUB_FILES
 from runtime.engine import Engine, EngineConfig
@@ -63,11 +65,12 @@ def test_other_public_folders_draft_too(tiny_target, tiny_folder, tmp_path):
     heads = write(tmp_path / "medusa", {"medusa_num_heads": 3, "medusa_num_layers": 1}, medusa())
     assert type(load_proposer(str(heads), tiny_target, EngineConfig())) is HeadsProposer
     assert type(load_proposer(str(write(tmp_path / "eagle", *eagle())), tiny_target, EngineConfig())) is EagleProposer
-    (tmp_path / "small").mkdir()
-    for path in tiny_folder.iterdir():
-        if path.name != "manifest.json":
-            (tmp_path / "small" / path.name).write_bytes(path.read_bytes())
-    assert type(load_proposer(str(tmp_path / "small"), tiny_target, EngineConfig())) is SmallProposer
+    config, tensors = open_folder(tiny_folder).config, load_file(tiny_folder / "model.safetensors")
+    # With a head of its own, for which an export has no place: small models are run as they are.
+    small = write(tmp_path / "small", config, tensors | {"lm_head.weight": 1.1 * tensors["lm_head.weight"]})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (small / name).write_bytes((tiny_folder / name).read_bytes())
+    assert type(load_proposer(str(small), tiny_target, EngineConfig())) is SmallProposer
 
 
 @pytest.mark.usefixtures("own_target")

@@ -80,9 +80,7 @@ def _sglang_eagle(folder: Folder, served: Served) -> Ruling:
     config = folder.config
     if config["architectures"][0] != SGLANG_EAGLE:
         return [f"architectures is {config['architectures'][0]}, SGLang knows {SGLANG_EAGLE} alone"], [], None
-    problems = size_problems({**config, "target_hidden_size": config["hidden_size"]}, served) + stray_problem(
-        folder, "SGLang"
-    )
+    problems = size_problems({**config, "target_hidden_size": config["hidden_size"]}, served)
     expected = eagle_parameters(config, fc_bias=True, attention_bias=bool(config.get("attention_bias")))
     problems += misfits(folder.shapes, expected, "SGLang", borrowed=["embed_tokens.weight"], drops=True)
     if served.own_embedding:

@@ -151,9 +151,7 @@ def assemble(public: PublicDrafter, reading: Reading, target: Target) -> Drafter
     return fill(family(reading.shape), reading.tensors, target)
 
 
-def _tell(
-    public: PublicDrafter, best: Reading, doubted: tuple[Reading, ...], measured: dict[str, Measured]
-) -> None:
+def _tell(public: PublicDrafter, best: Reading, doubted: tuple[Reading, ...], measured: dict[str, Measured]) -> None:
     """Log what each reading was measured at and which was taken; warn where none fits, or a doubt fits better."""
 
     def shown(reading: Reading) -> str:
