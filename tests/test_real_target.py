@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from drafters.config_check import validate
 from drafters.config_store import register
 from drafters.errors import ContractError
+from drafters.export.verify import verify_folder
 from drafters.target import Target
 from tests.conftest import USERS_CACHE
 
@@ -85,3 +86,10 @@ def test_the_kept_drafter_knows_how_deep_it_was_trained(target):
     from runtime import Engine
 
     assert Engine.load(target, str(KEPT)).proposer.trained_depth == 4
+
+
+def test_the_kept_drafter_is_one_that_other_engines_load_too(target):
+    found = verify_folder(KEPT, "native", target)
+    assert found["errors"] == [] and found["probe"]["max_difference"] < 1e-5
+    loads = {engine for engine, verdict in found["engines"].items() if verdict["loads"]}
+    assert loads == {"vllm", "sglang", "tensorrt-llm"}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from drafters.export import describe_drafter, export_drafter, load_drafter
 from drafters.export.forms import write_form
 from drafters.export.source import Source
 from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
@@ -16,11 +18,12 @@ from drafters.models.layers import causal_attention
 from drafters.target import Target
 from tests.drafters.export_setup import TAPS, export
 from tests.drafters.forms_setup import source_of
+from tests.test_real_target import KEPT
 
 TOLERANCE = 1e-4
 STEPS = 3
-LENGTH = 14
-IDS = torch.randint(3, 500, (1, LENGTH), generator=torch.Generator().manual_seed(5))
+TEXT = "One day it met a farmer, and asked him for three apples. def area(width, height): return width * height"
+IDS = torch.randint(3, 500, (1, 14), generator=torch.Generator().manual_seed(5))
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -37,26 +40,26 @@ def written(
     return source, write_form(dialect, source, root / dialect)
 
 
-def states(target: Target, taps: tuple[int, ...] = TAPS) -> Tensor:
-    """Tapped states of IDS, [1, LENGTH, len(taps)*Ht]."""
-    positions = torch.arange(LENGTH)[None]
-    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
-    return target.hidden(IDS, positions, mask, taps)[0]
+def states(target: Target, taps: tuple[int, ...] = TAPS, ids: Tensor = IDS) -> Tensor:
+    """Tapped states of ids [1, T]: [1, T, len(taps)*Ht]."""
+    length = ids.shape[1]
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    return target.hidden(ids, torch.arange(length)[None], mask, taps)[0]
 
 
 @torch.no_grad()
-def chains(drafter: Eagle3Drafter, taps: Tensor) -> list[Tensor]:
-    """Logits [LENGTH-STEPS, Vd] of each step of the chains that begin at token 1, 2, ... of IDS, with IDS for drafts.
+def chains(drafter: Eagle3Drafter, taps: Tensor, ids: Tensor = IDS) -> list[Tensor]:
+    """Logits [T-STEPS, Vd] of each step of the chains that begin at token 1, 2, ... of ids [1, T], with ids for drafts.
 
     Every chain is run on its own, the whole text before it anew: no cache and no mask to be wrong about.
     """
     fused = drafter.fuse(taps)
     said: list[list[Tensor]] = [[] for _ in range(STEPS)]
-    for begin in range(1, LENGTH - STEPS + 1):
+    for begin in range(1, ids.shape[1] - STEPS + 1):
         hidden = fused[:, :begin]
         for step in range(STEPS):
-            ids, places = IDS[:, 1 : begin + 1 + step], torch.arange(begin + step)[None]
-            out = drafter.forward_layer(ids, hidden, places, causal_attention)
+            read, places = ids[:, 1 : begin + 1 + step], torch.arange(begin + step)[None]
+            out = drafter.forward_layer(read, hidden, places, causal_attention)
             said[step].append(drafter.logits(out[0, -1]))
             hidden = torch.cat((hidden, drafter.feedback(out[:, -1:])), 1)
     return [torch.stack(step) for step in said]
@@ -68,3 +71,24 @@ def assert_same(mine: list[Tensor], theirs: list[Tensor]) -> None:
     for step, (own, other) in enumerate(zip(mine, theirs, strict=True)):
         gap = (own - other[: len(own)]).abs().max().item()
         assert own.std() > 0.1 and gap < TOLERANCE, f"step {step}: logits differ by {gap:.2e}"
+
+
+@torch.no_grad()
+def without_tap_norms(target: Target, folder: Path) -> Source:
+    """The kept drafter with a constant in the place of each norm of a tap, for peers that have no such norms: another
+    drafter, that drafts nearly as well; exported to `folder`."""
+    kept, contract = load_drafter(KEPT, target)
+    drafter, taps = Eagle3Drafter(replace(kept.shape, fc_norm=False)), contract.tap_indices
+    drafter.bind_vocab(kept.d2t.clone(), kept.t2d.clone())
+    drafter.load_state_dict({name: value for name, value in kept.state_dict().items() if "fc_norm" not in name})
+    tapped = states(target, taps, text_ids(target))[0].chunk(len(taps), -1)
+    for part, tap, norm in zip(drafter.fc.weight.chunk(len(taps), -1), tapped, kept.fc_norm, strict=True):
+        part.mul_(norm.weight / tap.pow(2).mean(-1).sqrt().median())
+    drafter.bind(target)
+    contract = describe_drafter(drafter, target, taps=taps, steps=3, max_length=512)
+    return source_of(export_drafter(drafter, target, contract, folder, command="python train.py"), target)
+
+
+def text_ids(target: Target) -> Tensor:
+    """TEXT as ids [1, T]."""
+    return torch.tensor([target.tokenizer(TEXT)["input_ids"]])

@@ -34,7 +34,7 @@ def shifted(ids: Tensor, steps: int) -> Tensor:
 # ---- speculators
 
 
-def speculators_logits(folder: Path, taps: Tensor) -> list[Tensor]:
+def speculators_logits(folder: Path, taps: Tensor, ids: Tensor = IDS) -> list[Tensor]:
     from speculators import SpeculatorModel, SpeculatorModelConfig
 
     config = SpeculatorModelConfig.from_pretrained(folder)
@@ -43,7 +43,7 @@ def speculators_logits(folder: Path, taps: Tensor) -> list[Tensor]:
     said: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda module, given, out: said.append(out[0]))
     with torch.no_grad():
-        model(taps[:, :-1], IDS[:, 1:], torch.zeros_like(IDS[:, 1:]), ttt_steps=STEPS)
+        model(taps[:, :-1], ids[:, 1:], torch.zeros_like(ids[:, 1:]), ttt_steps=STEPS)
     return said
 
 
@@ -71,7 +71,7 @@ def test_speculators_computes_the_same(target, tmp_path, change):
 # ---- specforge
 
 
-def specforge_logits(folder: Path, target: Target, taps: Tensor) -> list[Tensor]:
+def specforge_logits(folder: Path, target: Target, taps: Tensor, ids: Tensor = IDS) -> list[Tensor]:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 
@@ -80,7 +80,7 @@ def specforge_logits(folder: Path, target: Target, taps: Tensor) -> list[Tensor]
     missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     assert missing == ["embed_tokens.weight"] and not unexpected
     model.load_embedding(str(target.folder))
-    length = IDS.shape[1] - 1
+    length = ids.shape[1] - 1
     seen = torch.ones(1, length, dtype=torch.bool)
     with torch.no_grad():
         hidden = model.project_hidden_states(taps[:, :-1])
@@ -89,7 +89,7 @@ def specforge_logits(folder: Path, target: Target, taps: Tensor) -> list[Tensor]
         said = []
         for step in range(STEPS):
             hidden = model.backbone(
-                input_embeds=model.embed_input_ids(shifted(IDS[:, 1:], step)),
+                input_embeds=model.embed_input_ids(shifted(ids[:, 1:], step)),
                 hidden_states=hidden,
                 cache_hidden=cache,
                 attention_mask=mask,
@@ -110,13 +110,15 @@ def test_specforge_computes_the_same(target, tmp_path, change):
 # ---- economize
 
 
-def economize_logits(folder: Path, target: Target) -> list[Tensor]:
+def economize_logits(
+    folder: Path, target: Target, taps: tuple[int, ...] = TAPS, ids: Tensor = IDS
+) -> list[Tensor]:
     import economize
 
     technique = economize.load(target.model, folder).techniques["eagle3"]
     with torch.no_grad():
-        embedded = target.model.get_input_embeddings()(IDS)
-        tapped = dict(zip(TAPS, states(target).chunk(len(TAPS), -1), strict=True))
+        embedded = target.model.get_input_embeddings()(ids)
+        tapped = dict(zip(taps, states(target, taps, ids).chunk(len(taps), -1), strict=True))
         return [technique.head_logits(out)[0] for out in technique.rollout({0: embedded} | tapped, STEPS)]
 
 

@@ -6,58 +6,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from drafters.config import BuiltinData
-from drafters.contract import Contract
 from drafters.corpus import load_prompts
 from drafters.errors import ConfigError
-from drafters.export import describe_drafter, export_drafter, load_drafter
 from drafters.export.forms import FORMS, write_form
 from drafters.export.gguf import DRAFTER_NAME, TARGET_NAME
 from drafters.export.source import Source
-from drafters.models.eagle3 import Eagle3Drafter
-from drafters.target import Target
 from runtime import Engine, SamplingParams
 from tests.drafters.forms_setup import source_of
-from tests.oracles.oracle_setup import needs
+from tests.oracles.oracle_setup import needs, without_tap_norms
 from tests.test_real_target import KEPT, target  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow, needs("xllamacpp")]
 COUNT, TOKENS, DRAFTS = 8, 64, 4
 RUNNER = Path(__file__).parent / "llama_cpp.py"
 SPOKEN = ("It's 12345 o'clock\n\n  x = 3.14  # über naïve 東京 🙂\t\tend", "<|im_start|>user\nHi<|im_end|>\n")
-TEXT = "One day it met a farmer, and asked him for three apples. def area(width, height): return width * height"
-
-
-@torch.no_grad()
-def without_tap_norms(kept: Eagle3Drafter, contract: Contract, target: Target) -> Eagle3Drafter:  # noqa: F811
-    """The kept drafter with a constant in the place of each norm of a tap, which llama.cpp cannot say: another drafter,
-    that drafts nearly as well."""
-    drafter = Eagle3Drafter(replace(kept.shape, fc_norm=False))
-    drafter.bind_vocab(kept.d2t.clone(), kept.t2d.clone())
-    drafter.load_state_dict({name: value for name, value in kept.state_dict().items() if "fc_norm" not in name})
-    ids = torch.tensor([target.tokenizer(TEXT)["input_ids"]])
-    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-    taps, _ = target.hidden(ids, torch.arange(ids.shape[1])[None], mask, contract.tap_indices)
-    parts = drafter.fc.weight.chunk(len(contract.tap_indices), -1)
-    for part, tap, norm in zip(parts, taps[0].chunk(len(parts), -1), kept.fc_norm, strict=True):
-        part.mul_(norm.weight / tap.pow(2).mean(-1).sqrt().median())
-    drafter.bind(target)
-    return drafter
 
 
 @pytest.fixture(scope="module")
 def source(target, tmp_path_factory) -> Source:  # noqa: F811
-    kept, contract = load_drafter(KEPT, target)
-    drafter = without_tap_norms(kept, contract, target)
-    contract = describe_drafter(drafter, target, taps=contract.tap_indices, steps=3, max_length=512)
-    folder = tmp_path_factory.mktemp("native") / "export"
-    return source_of(export_drafter(drafter, target, contract, folder, command="python train.py"), target)
+    return without_tap_norms(target, tmp_path_factory.mktemp("native") / "export")
 
 
 @pytest.fixture(scope="module")
