@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 CONTRACT_NAME = "contract.json"
+INDEX_NAME = "model.safetensors.index.json"
 TARGET_HASHES = ("target_weights_sha256", "target_config_sha256", "tokenizer_sha256", "chat_template_sha256")
 # Bookkeeping on who loaded or wrote a model, not what it computes; keys with a leading underscore go too.
 VOLATILE = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation"})
@@ -264,14 +265,17 @@ def hash_weights(folder: Path) -> str:
     return _hash_json(sorted(entries))
 
 
+def listed_weights(folder: Path, single: str = "model.safetensors") -> list[str]:
+    """Names of the files with a folder's tensors: the shards that an index lists, or `single` where there is none."""
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return [single]
+    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder; raises TargetError naming one that is missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    paths = [folder / name for name in names]
+    paths = [folder / name for name in listed_weights(folder)]
     for path in paths:
         if not path.is_file():
             raise TargetError(f"{path} is missing. Set target.path to a folder with its safetensors weights.")

@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from drafters.contract import INDEX_NAME, listed_weights
 from drafters.export.engine_graphs import (
     Folder,
     Rule,
@@ -29,7 +30,6 @@ from drafters.export.engine_graphs import (
 from drafters.export.engines_sglang import SGLANG, SGLANG_CONFIG
 from drafters.export.engines_vllm import OLD_VLLM, VLLM
 
-INDEX_NAME = "model.safetensors.index.json"
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 
 
@@ -58,13 +58,11 @@ def open_folder(path: Path, weights: str) -> Folder:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     beside = path / SGLANG_CONFIG
     sglang = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else None
-    index = path / INDEX_NAME
-    present = {each.name for each in path.glob("*.safetensors")}
-    listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {weights}
+    present, listed = {each.name for each in path.glob("*.safetensors")}, listed_weights(path, weights)
     shapes: Shapes = {}
-    for name in sorted(listed):
+    for name in listed:
         shapes |= read_shapes(path / name)
-    strays = () if index.is_file() else tuple(sorted(present - listed))
+    strays = () if (path / INDEX_NAME).is_file() else tuple(sorted(present - set(listed)))
     return Folder(path, config, shapes, strays, sglang)
 
 

@@ -13,13 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters.artifacts import atomic_write_json
-from drafters.contract import Contract
+from drafters.contract import INDEX_NAME, Contract
 from drafters.export.official import CONFIG_NAME
 from drafters.models.base import Drafter
 from drafters.target import Target
 
 WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 VOCAB = ("d2t", "t2d")
 
 

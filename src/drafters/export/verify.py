@@ -24,9 +24,9 @@ from drafters import artifacts
 from drafters.adapter import FOLDER as ADAPTER_FOLDER
 from drafters.adapter import Adapter
 from drafters.config import TargetConfig
-from drafters.contract import CONTRACT_NAME, read_contract
+from drafters.contract import CONTRACT_NAME, listed_weights, read_contract
 from drafters.errors import ConfigError, OutriderError
-from drafters.export.engines import ENGINES, INDEX_NAME, Served, judge, open_folder
+from drafters.export.engines import ENGINES, Served, judge, open_folder
 from drafters.export.expected import MEDUSA_FILE, TENSORS, Native, weights_name
 from drafters.export.expected_config import FREE, differences, expected_configs
 from drafters.export.expected_gguf import (
@@ -240,11 +240,8 @@ def weights_in(dialect: str) -> str:
 
 def read_folder(folder: Path, weights: str) -> dict[str, Tensor]:
     """Every tensor that engines would read: of the file, or of the shards that an index beside it lists."""
-    index, files = folder / INDEX_NAME, {weights}
-    if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     tensors: dict[str, Tensor] = {}
-    for name in sorted(files):
+    for name in listed_weights(folder, weights):
         tensors |= read_tensors(folder / name)[0]
     return tensors
 
