@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from drafters.measures import Measures
 
 # Causes in the order in which one brings another about: of two with equal effect the earlier is named first.
 CAUSES = (
     "wrong_template", "shifted_mask", "off_policy_data", "small_draft_vocabulary", "too_little_data", "train_serve_gap",
-    "answers_cut", "temperature_mismatch", "more_data", "weak_category", "weak_length", "draft_too_slow",
+    "answers_cut", "temperature_mismatch", "more_data", "weak_category", "weak_length", "drafting_switched_off",
+    "draft_too_slow",
 )  # fmt: skip
 
 SOME = 0.02  # of the records: fewer bad ones than this do no harm worth a word
 AGREEMENT = 0.9  # the target's own greedy answers agree with it on all but roundings; another model's on 0.5 to 0.8
 EXCESS_NATS = 0.25  # per token; an answer the target sampled costs it its entropy, give or take the noise of a sample
 COVERAGE = 0.9  # of the target's choices on training answers
-LEARNT_BY_HEART = 0.6  # held-out gain below this share of the gain on training answers
+LEARNT_BY_HEART = 0.7  # held-out gain below this share of the gain on training answers
 GAP = 0.25  # of tau: smaller differences are noise of a few hundred rounds
 PARITY = 0.1  # of tau: the same rounds differ by roundings alone
 SERVED_SHARE = 0.9  # of the gain that teacher forcing promises in the same rounds
@@ -25,6 +27,7 @@ DOUBLING = 0.1  # of tau: worth collecting as much again
 WEAK = 0.6  # of the others' gain
 ROUNDS = 20  # fewer say nothing about a group
 SLOW_SHARE = 0.4  # of a round's time
+OFF_SHARE = 0.5  # of the rounds: more without a draft hide what the drafter can do
 CHEAPER = 0.3  # by so much drafting could be made cheaper
 CUT = 0.1  # of the answers' tokens
 
@@ -37,120 +40,6 @@ class Finding:
     evidence: str
     advice: str
     effect: float
-
-
-@dataclass(frozen=True)
-class Boundaries:
-    """Records by where their prompt ends and how: as the target's template ends it, `shifted` by some tokens, or
-    foreign to the template. shift: the commonest, > 0 where the prompt holds tokens of the answer."""
-
-    records: int
-    shifted: int
-    foreign: int
-    shift: int | None = None
-
-
-@dataclass(frozen=True)
-class OnPolicy:
-    """What the target says to answers whose prompts are right. agreement: share of the tokens of greedy answers that
-    are its choice; nll: its negative log-likelihood per token, at each answer's temperature; excess: of sampled
-    answers, nll less its entropy. None where there is no answer of that kind."""
-
-    tokens: int
-    agreement: float | None
-    nll: float
-    excess: float | None
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Share in the draft vocabulary: of training answers' tokens, of the target's choices on them and on new text."""
-
-    responses: float
-    choices: float
-    held_out: float
-
-
-@dataclass(frozen=True)
-class Forced:
-    """Teacher-forced: accuracy of each depth; share of roots where every draft so far is right; tau: 1 + its sum."""
-
-    acc: list[float]
-    right_so_far: list[float]
-
-    @property
-    def tau(self) -> float:
-        return 1 + sum(self.right_so_far)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Serving of some prompts: tau and rounds."""
-
-    tau: float
-    rounds: int
-
-
-@dataclass(frozen=True)
-class Served:
-    """Decoding held-out prompts. chain: one draft sequence of the trained depth, in the rounds that had room for it;
-    forced: teacher forcing at the tokens where these rounds began, which must come to the same."""
-
-    tau: float
-    acceptance_at: list[float]
-    chain_tau: float
-    chain_at: list[float]
-    forced_tau: float
-    forced_at: list[float]
-    tau_t1: float
-    rounds: int
-    draft_share: float | None
-    by_category: dict[str, Group]
-    by_length: dict[str, Group]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """metric = a + b * ln(tokens seen), fitted to `points` of the log; gain: tau that twice the tokens would give."""
-
-    metric: str
-    a: float
-    b: float
-    points: int
-    tokens: float
-    gain: float
-
-
-@dataclass(frozen=True)
-class Measures:
-    """Everything the rules read. steps: draft steps trained; temperature: of the answers, None where they differ.
-
-    cut_share: of the answers' tokens beyond row_length; mask_share: of the packed tokens that are trained on;
-    other_target: the first hash in which the answers' target differs from this one.
-    """
-
-    steps: int
-    distinct_tokens: int
-    temperature: float | None
-    boundaries: Boundaries
-    on_policy: OnPolicy | None
-    coverage: Coverage
-    mask_share: float
-    cut_share: float
-    trained: Forced
-    held_out: Forced
-    served: Served
-    curve: Curve | None = None
-    other_target: str | None = None
-
-    @property
-    def room(self) -> float:
-        """What tau could at most gain: every draft of the trained depth accepted."""
-        return max(0.1, 1 + self.steps - self.served.tau)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 def diagnose(found: Measures) -> list[Finding]:
@@ -319,6 +208,20 @@ def _weak_groups(found: Measures) -> Iterator[Finding]:
                 )
 
 
+def _switched_off(found: Measures) -> Iterator[Finding]:
+    served = found.served
+    if served.plain_share > OFF_SHARE and served.chain_tau > served.tau:
+        yield Finding(
+            "drafting_switched_off",
+            f"in {served.plain_share:.0%} of the rounds the runtime drafted nothing, because by its measure of this "
+            f"machine no draft was worth its check: tau is {served.tau:.2f}, and {served.chain_tau:.2f} where every "
+            "round verifies one draft sequence.",
+            "To see what the drafter can do, set runtime.num_draft_tokens=16. To gain time, mend what else is named "
+            "here, or decode where a check of a few tokens costs little more than one.",
+            served.chain_tau - served.tau,
+        )
+
+
 def _slow_draft(found: Measures) -> Iterator[Finding]:
     share = found.served.draft_share
     if share is not None and share > SLOW_SHARE:
@@ -335,5 +238,5 @@ def _slow_draft(found: Measures) -> Iterator[Finding]:
 
 RULES = (
     _wrong_template, _shifted_mask, _off_policy, _answers_cut, _small_vocabulary, _too_little_data, _more_data,
-    _train_serve_gap, _temperature, _weak_groups, _slow_draft,
+    _train_serve_gap, _temperature, _weak_groups, _switched_off, _slow_draft,
 )  # fmt: skip

@@ -19,10 +19,10 @@ from drafters.batches import collate, fit
 from drafters.chat import render_prompt
 from drafters.config_drafter import DrafterConfig
 from drafters.corpus import ResponseRecord
-from drafters.doctor import Boundaries, Curve, Forced, OnPolicy
 from drafters.errors import DataError
 from drafters.features import LOGIT_ELEMENTS, BatchInputs, OnlineFeatures
 from drafters.logger import FILE_NAME
+from drafters.measures import Boundaries, Curve, Forced, OnPolicy
 from drafters.models.base import Drafter
 from drafters.models.layout import Layout, Step
 from drafters.target import Target

@@ -15,8 +15,9 @@ from drafters.artifacts import atomic_write_json
 from drafters.config import RuntimeConfig, TrainRun
 from drafters.contract import TARGET_HASHES
 from drafters.corpus import Prompt, ResponseRecord
-from drafters.doctor import Coverage, Finding, Forced, Group, Measures, Served, diagnose
+from drafters.doctor import Finding, diagnose
 from drafters.generation import record_seed
+from drafters.measures import Coverage, Forced, Group, Measures, Served
 from drafters.saved_run import NAME as SETTINGS_NAME
 from drafters.schedule import hold_out
 from drafters.threads import set_threads
@@ -94,7 +95,7 @@ def measures(subject: Subject) -> Measures:
     curve = None
     if subject.tokens_per_step is not None:
         rows = data.read_metrics(subject.folder)
-        curve = data.learning_curve(rows, subject.tokens_per_step, served.tau)
+        curve = data.learning_curve(rows, subject.tokens_per_step, served.best)
     return Measures(
         steps=subject.steps,
         distinct_tokens=sum(len(record.response_ids) for record in trained),
@@ -163,6 +164,7 @@ def serve(subject: Subject, prompts: Sequence[Prompt]) -> tuple[Served, list[Res
         tau_t1=_sum(warm).acceptance_length,
         rounds=total.rounds,
         draft_share=None if total.time_share is None else total.time_share["draft"],
+        plain_share=total.chosen_n[0] / max(1, total.rounds),
         by_category=_groups(cold, categories.__getitem__),
         by_length=_groups(cold, lambda index: _bucket(len(cold[index].token_ids))),
     )
@@ -222,7 +224,7 @@ def show(found: Measures, findings: Sequence[Finding], console: Console) -> None
     served = found.served
     lines = [
         f"served     tau {served.tau:.2f} at temperature 0, {served.tau_t1:.2f} at 1; one draft sequence "
-        f"{served.chain_tau:.2f} ({served.rounds} rounds)",
+        f"{served.chain_tau:.2f} ({served.rounds} rounds, {served.plain_share:.0%} of them without a draft)",
         f"forced     {_forced(found.trained)} on training answers, {_forced(found.held_out)} on new ones",
         f"data       {found.boundaries.records:,} answers, {found.distinct_tokens:,} tokens trained on; "
         f"{found.mask_share:.0%} of the packed tokens",

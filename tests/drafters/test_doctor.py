@@ -13,21 +13,10 @@ from drafters.batches import collate
 from drafters.chat import render_prompt
 from drafters.config_drafter import Eagle3Config
 from drafters.corpus import ResponseRecord
-from drafters.doctor import (
-    CAUSES,
-    RULES,
-    Boundaries,
-    Coverage,
-    Curve,
-    Forced,
-    Group,
-    Measures,
-    OnPolicy,
-    Served,
-    diagnose,
-)
+from drafters.doctor import CAUSES, RULES, diagnose
 from drafters.errors import ConfigError, DataError
 from drafters.features import OnlineFeatures
+from drafters.measures import Boundaries, Coverage, Curve, Forced, Group, Measures, OnPolicy, Served
 from drafters.models.eagle3 import Eagle3Drafter
 from drafters.models.layout import make_layout
 from drafters.saved_run import read_run
@@ -36,7 +25,8 @@ from tests.drafters.export_setup import TAPS, build_drafter
 GROUPS = {"chat": Group(2.1, 60), "code": Group(1.9, 60)}
 SERVED = Served(
     tau=2.0, acceptance_at=[0.6, 0.3], chain_tau=1.9, chain_at=[0.6, 0.3], forced_tau=1.9, forced_at=[0.6, 0.3],
-    tau_t1=1.95, rounds=120, draft_share=0.2, by_category=GROUPS, by_length={"up to 32 tokens": Group(2.0, 120)},
+    tau_t1=1.95, rounds=120, draft_share=0.2, plain_share=0.02, by_category=GROUPS,
+    by_length={"up to 32 tokens": Group(2.0, 120)},
 )  # fmt: skip
 HEALTHY = Measures(
     steps=3, distinct_tokens=50_000, temperature=0.0, boundaries=Boundaries(100, 0, 0),
@@ -74,6 +64,12 @@ def test_a_healthy_run_has_no_finding():
         ("answers_cut", {"cut_share": 0.5}, "50% of the answers' tokens", 0.3),
         ("temperature_mismatch", served(tau_t1=1.6), "2.00 at temperature 0 and 1.60 at temperature 1", 0.4),
         ("draft_too_slow", served(draft_share=0.5), "drafting takes 50% of a round's time", 2 * 0.15 / 0.85),
+        (
+            "drafting_switched_off",
+            served(tau=1.02, tau_t1=1.01, plain_share=0.98),
+            "in 98% of the rounds the runtime drafted nothing",
+            0.88,
+        ),
         ("weak_category", served(by_category={"chat": Group(2.5, 60), "code": Group(1.5, 60)}), "category code", 0.5),
         ("weak_length", served(by_length={"up to 32 tokens": Group(2.5, 90), "x": Group(1.5, 30)}), "of x", 0.25),
     ],
@@ -91,9 +87,14 @@ def test_numbers_just_good_enough_are_no_finding():
         on_policy=OnPolicy(4000, 0.91, 0.4, None),
         coverage=Coverage(0.95, 0.91, 0.5),  # new text may say what training never showed: a matter of data
         cut_share=0.09,
+        held_out=Forced([0.5, 0.4], [0.5, 0.21]),
         curve=Curve("eval/acc_0", 0.1, 0.05, 8, 1e5, 0.09),
         **served(
-            chain_tau=1.82, tau_t1=1.88, draft_share=0.39, by_category={"a": Group(2.5, 90), "b": Group(1.2, 19)}
+            chain_tau=1.82,
+            tau_t1=1.88,
+            draft_share=0.39,
+            plain_share=0.49,
+            by_category={"a": Group(2.5, 90), "b": Group(1.2, 19)},
         ),
     )
     assert diagnose(edge) == []
