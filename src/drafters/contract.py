@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafters.errors import ContractError, TargetError
+from drafters.errors import ArtifactError, ContractError, TargetError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -266,11 +266,22 @@ def hash_weights(folder: Path) -> str:
 
 
 def listed_weights(folder: Path, single: str = "model.safetensors") -> list[str]:
-    """Names of the files with a folder's tensors: the shards that an index lists, or `single` where there is none."""
+    """Names of the files with a folder's tensors: the shards that an index lists, or `single` where there is none.
+
+    Raises ArtifactError for an index that does not say.
+    """
     index = folder / INDEX_NAME
     if not index.is_file():
         return [single]
-    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(f"{index} is not JSON ({error}). Fetch it again.") from error
+    shards = found.get("weight_map") if isinstance(found, dict) else None
+    names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+    if not names or any(Path(name).name != name for name in names):
+        raise ArtifactError(f"{index}: weight_map does not name a file of the folder for each tensor. Fetch it again.")
+    return sorted(names)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from drafters.artifacts import sha256_file, verify_folder, write_folder
 from drafters.config import RandomSource, TargetConfig, WheelSource
+from drafters.contract import INDEX_NAME, listed_weights
 from drafters.errors import ArtifactError, OutriderError, TargetError
 
 log = logging.getLogger(__name__)
@@ -210,10 +210,8 @@ def hub_snapshot(
 def _check_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise TargetError(f"target.path {folder} has no config.json. Set target.path to a Hugging Face model folder.")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-        missing = sorted(name for name in shards if not (folder / name).is_file())
+    if (folder / INDEX_NAME).is_file():
+        missing = [name for name in listed_weights(folder) if not (folder / name).is_file()]
         if missing:
             raise TargetError(f"target.path {folder} lacks {missing[0]} ({len(missing)} shard(s)). Copy it in again.")
     elif not list(folder.glob("*.safetensors")):

@@ -20,7 +20,7 @@ from drafters.contract import (
     make_contract,
     read_contract,
 )
-from drafters.errors import ContractError, TargetError
+from drafters.errors import ContractError, OutriderError, TargetError
 
 HASHES = {
     "target_weights_sha256": "w" * 64,
@@ -303,4 +303,23 @@ def test_weight_hash_errors(tmp_path):
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(TargetError, match="hold the same tensor"):
+        hash_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "weight_map does not name"),
+        ("{}", "weight_map does not name"),
+        ('{"weight_map": ["a"]}', "weight_map does not name"),
+        ('{"weight_map": {}}', "weight_map does not name"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "weight_map does not name"),
+        ('{"weight_map": {"a": null}}', r"None is missing"),
+    ],
+)
+def test_an_index_that_lists_no_files_is_refused(tmp_path, text, words):
+    save(tmp_path / "model.safetensors", TENSORS)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(OutriderError, match=words):
         hash_weights(tmp_path)

@@ -11,7 +11,7 @@ import torch
 
 from drafters import target_sources
 from drafters.config import RandomSource, TargetConfig, WheelSource
-from drafters.errors import TargetError
+from drafters.errors import ArtifactError, TargetError
 from drafters.target import Target, default_taps, pick_device, pick_dtype
 from drafters.target_sources import resolve
 
@@ -126,6 +126,12 @@ def test_a_missing_shard_is_named(copy):
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     (copy / "model-00001-of-00002.safetensors").write_bytes(b"x")
     with pytest.raises(TargetError, match=r"lacks model-00002-of-00002\.safetensors"):
+        resolve(by_path(copy))
+
+
+def test_a_damaged_index_is_named(copy):
+    (copy / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    with pytest.raises(ArtifactError, match=r"index\.json: weight_map does not name"):
         resolve(by_path(copy))
 
 

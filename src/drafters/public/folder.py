@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drafters.contract import INDEX_NAME, listed_weights
 from drafters.errors import ArtifactError
 
-INDEX = "model.safetensors.index.json"
 VOCAB = "draft_vocab.safetensors"  # d2t and t2d, where the ecosystem's weights file has no place for them
 PICKLED = ("*.bin", "*.pt", "*.pth")
 
@@ -89,11 +89,11 @@ def _json(path: Path) -> dict[str, Any]:
 def _weight_files(path: Path) -> list[Path]:
     """The shards of an index, or the one safetensors file, and the vocabulary kept beside it."""
     beside = [path / VOCAB] if (path / VOCAB).is_file() else []
-    if (path / INDEX).is_file():
-        shards = [path / name for name in sorted(set(_json(path / INDEX)["weight_map"].values()))]
+    if (path / INDEX_NAME).is_file():
+        shards = [path / name for name in listed_weights(path)]
         missing = next((shard for shard in shards if not shard.is_file()), None)
         if missing is not None:
-            raise ArtifactError(f"{missing} is missing, {INDEX} names it. Fetch the folder again.")
+            raise ArtifactError(f"{missing} is missing, {INDEX_NAME} names it. Fetch the folder again.")
         return shards + beside
     found = sorted(each for each in path.glob("*.safetensors") if each.name != VOCAB)
     if len(found) == 1:
@@ -101,7 +101,7 @@ def _weight_files(path: Path) -> list[Path]:
     if found:
         names = ", ".join(each.name for each in found)
         raise ArtifactError(
-            f"{path} holds {names} and no {INDEX}: nothing says which of them is the drafter. Leave one in it."
+            f"{path} holds {names} and no {INDEX_NAME}: nothing says which of them is the drafter. Leave one in it."
         )
     pickled = sorted(each for pattern in PICKLED for each in path.glob(pattern))
     if pickled:
