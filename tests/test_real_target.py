@@ -21,17 +21,21 @@ PROMPTS = ["Name three uses of a brick.", "Write a Python function that adds two
 TOKENS = 24
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
+def load_target(dtype: str) -> Target:
     register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = validate(compose("serve", ["target.dtype=float32", "target.device=cpu"]))
+        run = validate(compose("serve", [f"target.dtype={dtype}", "target.device=cpu"]))
     with pytest.MonkeyPatch.context() as patch:
         if USERS_CACHE is None:
             patch.delenv("OUTRIDER_CACHE", raising=False)
         else:
             patch.setenv("OUTRIDER_CACHE", USERS_CACHE)
         return Target.load(run.target)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target("float32")
 
 
 @pytest.fixture(scope="module")
