@@ -47,8 +47,11 @@ class FeatureSource(Protocol):
 class _Teaching:
     """What both sources share: the target and the draft rows of its head."""
 
-    def __init__(self, target: Target, taps: tuple[int, ...], t2d: Tensor, dtype: torch.dtype) -> None:
-        self.target, self.taps = target, taps
+    def __init__(
+        self, target: Target, taps: tuple[int, ...], t2d: Tensor, dtype: torch.dtype, greedy: bool = False
+    ) -> None:
+        """greedy: all answers are the target's own at temperature 0, so each of their tokens is its choice."""
+        self.target, self.taps, self.greedy = target, taps, greedy
         t2d = t2d.to(target.device)
         self.head = target.head_weight.detach()[t2d].to(dtype)
         self.to_draft = torch.where(t2d, t2d.cumsum(0) - 1, -1)
@@ -68,7 +71,8 @@ class OnlineFeatures(_Teaching):
         mask = mask4d(batch.document_ids.to(device))
         taps, last = self.target.hidden(batch.ids.to(device), batch.position_ids.to(device), mask, self.taps)
         last = last.flatten(0, 1)[layout.teacher.to(device)]
-        return self._features(taps.flatten(0, 1)[layout.active.to(device)], last, target_choice(self.target, last))
+        choice = batch.ids.flatten()[layout.teacher + 1] if self.greedy else target_choice(self.target, last)
+        return self._features(taps.flatten(0, 1)[layout.active.to(device)], last, choice)
 
     def flush(self) -> None:
         """Nothing is kept."""
@@ -107,12 +111,13 @@ class CachedFeatures(_Teaching):
         rank: int = 0,
         collected: Sequence[Path] = (),
         keep: tuple[int, ...] | None = None,
+        greedy: bool = False,
     ) -> None:
         """Open or make the store under `folder`; collected: folders of stores to read beside it, where they exist.
 
         keep: what a new store holds, for runs of other families to read as well; None: taps alone.
         """
-        super().__init__(target, taps, t2d, dtype)
+        super().__init__(target, taps, t2d, dtype, greedy)
         self.store = FeatureStore(target, taps if keep is None else keep, folder, rank)
         others = [store for other in (folder, *collected) for store in wider_stores(target, taps, other, rank)]
         self.collected = [store for store in others if store.folder != self.store.folder]
@@ -156,7 +161,8 @@ class CachedFeatures(_Teaching):
         positions = torch.arange(len(ids), device=device)[None]
         taps, last = self.target.hidden(ids[None].to(device), positions, mask, self.store.taps)
         last = last[0, :-1][answers[1:].to(device)]
-        self.store.put(key, taps[0, :-1], last, target_choice(self.target, last))
+        choice = ids[1:][answers[1:]] if self.greedy else target_choice(self.target, last)
+        self.store.put(key, taps[0, :-1], last, choice)
         return self.store.get(key, self.taps)
 
     def flush(self) -> None:

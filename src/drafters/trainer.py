@@ -97,16 +97,16 @@ class Trainer:
     def _feature_source(self, out_dir: Path, records: Sequence[ResponseRecord]) -> FeatureSource:
         if self.drafter.runs_target:
             return BatchInputs(self.device)
-        dtype = DTYPES[self.cfg.trainer.dtype]
+        dtype, greedy = DTYPES[self.cfg.trainer.dtype], all(record.temperature == 0.0 for record in records)
         if self.cfg.trainer.features == "online":
-            return OnlineFeatures(self.target, self.taps, self.drafter.t2d, dtype)
+            return OnlineFeatures(self.target, self.taps, self.drafter.t2d, dtype, greedy)
         given = self.cfg.data.responses
         collected = [folder / FOLDER for folder in joined_folders(given)] if given else [out_dir / "responses" / FOLDER]
         shared = self.cfg.trainer.feature_store
         folder = out_dir / FOLDER if shared is None else Path(shared).expanduser()
         keep = None if shared is None else shared_taps(self.target, self.taps)
         store = CachedFeatures(
-            self.target, self.taps, self.drafter.t2d, dtype, folder, self.rank, collected, keep
+            self.target, self.taps, self.drafter.t2d, dtype, folder, self.rank, collected, keep, greedy
         )
         length = self.cfg.trainer.row_length
         store.reserve(sum(min(length, len(r.prompt_ids) + len(r.response_ids)) for r in records))

@@ -68,6 +68,20 @@ def test_cached_features_are_the_online_ones_in_bfloat16(tiny_target, t2d, tmp_p
     assert cached.teacher.choice.equal(online.teacher.choice)
 
 
+def test_greedy_answers_say_themselves_what_the_target_chose(tiny_target, t2d, tmp_path, monkeypatch):
+    batch = batch_of((0, 1), (2, 3))
+    layout = make_layout(batch, 2)
+    said = torch.tensor([token for record in RECORDS for token in record.response_ids])
+    wanted = torch.where(t2d[said], t2d.cumsum(0)[said] - 1, -1)
+    computed = OnlineFeatures(tiny_target, TAPS, t2d, torch.float32)(batch, layout).teacher.choice
+    assert not computed.equal(wanted)  # these answers are somebody else's
+    monkeypatch.delattr("drafters.features.target_choice")
+    online = OnlineFeatures(tiny_target, TAPS, t2d, torch.float32, greedy=True)
+    cached = CachedFeatures(tiny_target, TAPS, t2d, torch.float32, tmp_path, greedy=True)
+    assert online(batch, layout).teacher.choice.equal(wanted)
+    assert cached(batch, layout).teacher.choice.equal(wanted)
+
+
 def test_read_back_equals_computed_whatever_the_neighbours(tiny_target, t2d, tmp_path, monkeypatch):
     first = store(tiny_target, t2d, tmp_path)
     batch, layout = batch_of((0, 1, 2)), make_layout(batch_of((0, 1, 2)), 2)

@@ -23,14 +23,14 @@ DRAFT_VOCAB = 300
 
 
 def make_records(count: int, prompt: int = 6, response: int = 20, seed: int = 0) -> list[ResponseRecord]:
-    """Records of random ids whose lengths vary around the given ones."""
+    """Records of random ids whose lengths vary around the given ones: no greedy answers, so drawn at temperature 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length: int) -> list[int]:
         return torch.randint(3, 500, (length,), generator=generator).tolist()
 
     return [
-        ResponseRecord(f"record-{i}", "chat", draw(prompt + i % 3), draw(response + i % 5), "length", 0.0, 0)
+        ResponseRecord(f"record-{i}", "chat", draw(prompt + i % 3), draw(response + i % 5), "length", 1.0, 0)
         for i in range(count)
     ]
 
