@@ -278,20 +278,24 @@ def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def regenerate_slice(records: Sequence[ResponseRecord], generate: Generate, n: int) -> tuple[int, int]:
+def regenerate_slice(
+    records: Sequence[ResponseRecord], generate: Generate, n: int, tokens: int
+) -> tuple[int, int]:
     """Answer n records again, spread evenly over the set, and return (token-for-token equal, compared).
 
-    `generate` must sample with the temperature and length limit of the set's manifest.
+    `generate` must sample with the temperature of the set's manifest and stop after `tokens` tokens, or at the
+    manifest's own limit where that is lower; so much of each answer is compared.
     """
     count = min(n, len(records))
     chosen = [records[index * len(records) // count] for index in range(count)]
     equal = 0
     for index, ids, _ in generate([(record.prompt_ids, record.seed) for record in chosen]):
         record = chosen[index]
-        if list(ids) == record.response_ids:
+        kept = record.response_ids[:tokens]
+        if list(ids) == kept:
             equal += 1
             continue
-        pairs = zip(ids, record.response_ids, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(record.response_ids)))
+        pairs = zip(ids, kept, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(kept)))
         log.warning("record %s: regenerated response differs from token %d on", record.id, first)
     return equal, count

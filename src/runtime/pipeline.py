@@ -65,6 +65,7 @@ from runtime.terminal import chat, generate_once
 log = logging.getLogger(__name__)
 
 REGENERATED = 4  # kept responses answered again, to see that they are this target's
+REGENERATED_TOKENS = 64  # of each: another target, or the same in another form, parts from them sooner
 QUICK_PROMPTS = 8  # held-out prompts for acceptance while training
 POLL_SECONDS = 1.0
 
@@ -178,9 +179,13 @@ def check_responses(found: ResponseSet, target: Target) -> tuple[int, int]:
     found.require_target(target)
     settings = found.meta["settings"]
     engine = Engine.load(target, "none", batch_size=REGENERATED)
-    again = generator(engine, settings["data.temperature"], settings["data.max_new_tokens"])
-    equal, compared = regenerate_slice(found.records, again, REGENERATED)
-    log.info("%s: %d of %d responses generated again are token-equal", found.folder, equal, compared)
+    tokens = min(REGENERATED_TOKENS, settings["data.max_new_tokens"])
+    again = generator(engine, settings["data.temperature"], tokens)
+    equal, compared = regenerate_slice(found.records, again, REGENERATED, tokens)
+    log.info(
+        "%s: %d of %d responses generated again are token-equal (up to %d tokens of each)",
+        found.folder, equal, compared, tokens,
+    )  # fmt: skip
     return equal, compared
 
 

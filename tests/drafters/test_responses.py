@@ -310,9 +310,21 @@ def test_a_manifest_with_another_count_is_refused(finished: Path, tmp_path: Path
 def test_a_regenerated_slice_is_equal(finished: Path) -> None:
     records = read_responses(finished).records
     generator = Generator()
-    assert regenerate_slice(records, generator, 3) == (3, 3)
+    assert regenerate_slice(records, generator, 3, 99) == (3, 3)
     assert generator.asked == [(records[i].prompt_ids, records[i].seed) for i in (0, 2, 4)]
-    assert regenerate_slice(records, Generator(), 100) == (6, 6)
+    assert regenerate_slice(records, Generator(), 100, 99) == (6, 6)
+
+
+def test_only_the_first_tokens_are_compared_where_no_more_are_generated(finished: Path) -> None:
+    records = read_responses(finished).records
+
+    def generate(rows: Sequence[tuple[list[int], int]]) -> Iterator[tuple[int, list[int], str]]:
+        yield from ((index, ids[:2], "length") for index, ids, _ in Generator()(rows))
+
+    longer = sum(len(record.response_ids) > 2 for record in records)
+    assert longer > 0
+    assert regenerate_slice(records, generate, 6, 2) == (6, 6)
+    assert regenerate_slice(records, generate, 6, 3) == (6 - longer, 6)
 
 
 @pytest.mark.parametrize("change", ["last", "shorter", "longer"])
@@ -325,14 +337,14 @@ def test_one_other_token_is_seen(finished: Path, caplog, change: str) -> None:
                 ids = {"last": ids[:-1] + [ids[-1] + 1], "shorter": ids[:-1], "longer": ids + [3]}[change]
             yield index, ids, why
 
-    assert regenerate_slice(records, generate, 6) == (5, 6)
+    assert regenerate_slice(records, generate, 6, 99) == (5, 6)
     at = len(records[1].response_ids) - (change != "longer")
     assert f"record p1: regenerated response differs from token {at} on" in caplog.text
 
 
 def test_answers_that_do_not_come_are_not_equal(finished: Path) -> None:
     records = read_responses(finished).records
-    assert regenerate_slice(records, lambda rows: iter(list(Generator()(rows))[:2]), 4) == (2, 4)
+    assert regenerate_slice(records, lambda rows: iter(list(Generator()(rows))[:2]), 4, 99) == (2, 4)
 
 
 def test_sets_join_in_order_and_a_record_in_two_of_them_is_refused(finished: Path, tmp_path: Path) -> None:
