@@ -219,7 +219,7 @@ def _draft_at(measured: dict[Cell, float], rows: int, depth: int, deepest: int, 
 # ---- kept between runs ------------------------------------------------------------------------------------------
 
 
-def cost_key(target: Target, drafter: str, sizes: tuple[int, int, int]) -> dict[str, object]:
+def cost_key(target: Target, drafter: str, sizes: tuple[int, int, int], top_k: int) -> dict[str, object]:
     """What a measurement depends on; another key means measuring anew. sizes: batch, width, depth."""
     return {
         **machine(target.device),
@@ -227,6 +227,7 @@ def cost_key(target: Target, drafter: str, sizes: tuple[int, int, int]) -> dict[
         "dtype": str(target.dtype).removeprefix("torch."),
         "drafter": drafter,
         "sizes": list(sizes),
+        "top_k": top_k,
         # Merged weights are no longer those of a half-precision checkpoint, which a CPU reads in half the time.
         **({} if target.adapter is None else {"tuned": True}),
         "versions": [torch.__version__, code_version()],

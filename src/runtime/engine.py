@@ -49,7 +49,7 @@ class EngineConfig:
 
     num_draft_tokens: int | str = 16
     depth: int = 5
-    top_k: int = 4
+    top_k: int = 8
     tree: str = "dynamic"
     batch_size: int = 1
     max_length: int | None = None
@@ -180,7 +180,7 @@ class Engine:
     def _measured(self) -> CostModel:
         """A cost model from forwards and drafts timed now, or on this machine before."""
         rows, nodes, depth = sizes = (self.config.batch_size, self.config.nodes, self.config.depth)
-        key = cost_key(self.target, described(self.proposer), sizes)
+        key = cost_key(self.target, described(self.proposer), sizes, self.config.top_k)
         with probes(self._runner, self.proposer, rows, nodes) as (verify_probe, draft_probe):
             found = remembered(cache_dir() / "costs", key, lambda: measure(verify_probe, draft_probe, sizes))
         table = CostTable(found, rows, nodes, depth)

@@ -161,12 +161,13 @@ def test_a_measurement_is_kept_for_its_key_alone(tmp_path, caplog):
 
 
 def test_the_key_names_machine_target_dtype_threads_drafter_and_sizes(tiny_target, monkeypatch):
-    key = cost_key(tiny_target, "eagle3", (1, 16, 5))
+    key = cost_key(tiny_target, "eagle3", (1, 16, 5), 8)
     assert key["dtype"] == "float32" and key["drafter"] == "eagle3" and key["sizes"] == [1, 16, 5]
     assert key["device"] == "cpu" and key["cpu"] and len(key["target_config_sha256"]) == 64
-    assert cost_key(tiny_target, "ngram", (1, 16, 5)) != key != cost_key(tiny_target, "eagle3", (4, 16, 5))
+    assert cost_key(tiny_target, "eagle3", (1, 16, 5), 4) != key
+    assert cost_key(tiny_target, "ngram", (1, 16, 5), 8) != key != cost_key(tiny_target, "eagle3", (4, 16, 5), 8)
     monkeypatch.setattr(cost_table.torch, "get_num_threads", lambda: 7)
-    assert cost_key(tiny_target, "eagle3", (1, 16, 5)) != key
+    assert cost_key(tiny_target, "eagle3", (1, 16, 5), 8) != key
     json.dumps(key)
 
 
