@@ -231,7 +231,8 @@ def show(found: Measures, findings: Sequence[Finding], console: Console) -> None
         f"coverage   {found.coverage.choices:.1%} of the target's choices on training answers, "
         f"{found.coverage.held_out:.1%} on new ones",
     ]
-    lines.append(f"{'depth':<10} " + ", ".join(f"{share:.1%}" for share in served.acceptance_at))
+    shares = ", ".join(f"{share:.1%}" for share in served.acceptance_at)
+    lines.append(f"{'depth':<10} {shares or 'nothing accepted'}")
     for what, groups in (("category", served.by_category), ("length", served.by_length)):
         lines.append(f"{what:<10} " + ", ".join(f"{name} {group.tau:.2f}" for name, group in groups.items()))
     console.print(Text("\n".join(lines)), soft_wrap=True)

@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from runtime import SamplingParams
+from runtime.proposers import eagle as proposers_eagle
+from runtime.proposers.growth import Candidates
 from tests.runtime.conftest import PROMPTS
 
 
@@ -60,6 +62,37 @@ def test_eagle_tree_holds_the_drafters_greedy_chain(make_engine, eagle, tiny_tar
     eagle.propose = spy
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     assert checked > 60
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5, 6, 9, 16])
+def test_nodes_without_room_for_a_child_are_not_drafted_from(make_engine, eagle, monkeypatch, nodes):
+    """The trees are those that following every node would give, and no level is wider than could matter."""
+    engine = make_engine(eagle, batch_size=2, depth=4, num_draft_tokens=nodes)
+    grow, layer, widths, grown = eagle._grow, eagle._layer, [], 0
+
+    def spy(rows, out, budgets):
+        nonlocal grown
+        with monkeypatch.context() as patch:
+            patch.setattr(proposers_eagle, "Candidates", lambda rows, _, device: Candidates(rows, 10**6, device))
+            every = grow(rows, out, budgets)
+        widths.clear()
+        trees = grow(rows, out, budgets)
+        allowed = [nodes - 1 - level for level in range(1, max(budget.depth for budget in budgets))]
+        assert all(width <= min(eagle.top_k, most) for width, most in zip(widths, allowed, strict=False))
+        assert len(widths) <= min(3, nodes - 2)
+        assert [(tree.tokens, tree.parents) for tree in trees] == [(tree.tokens, tree.parents) for tree in every]
+        grown += len(trees)
+        return trees
+
+    def counted(rows, ids, *rest):
+        widths.append(ids.shape[1])
+        return layer(rows, ids, *rest)
+
+    monkeypatch.setattr(eagle, "_grow", spy)
+    monkeypatch.setattr(eagle, "_layer", counted)
+    params = [SamplingParams(16, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    engine.generate(PROMPTS, params)
+    assert grown > 40
 
 
 def test_eagle_respects_nodes_and_depth(eagle, make_engine):

@@ -123,18 +123,18 @@ class EagleProposer(Proposer):
     def _grow(self, rows: list[int], out: Tensor, budgets: list[Budget]) -> list[DraftTree]:
         """Trees of the best continuations, found level by level; out: [B, H]."""
         batch, k, device = len(rows), self.top_k, self.device
-        depth = max(budget.depth for budget in budgets)
+        depth = max(min(budget.depth, budget.nodes - 1) for budget in budgets)
         lengths = torch.tensor([self._rows[row].length for row in rows], device=device)
         width = max(self._rows[row].length for row in rows) + k * depth
         base = torch.arange(width, device=device) < lengths[:, None]  # [B, width]
-        seen = base[:, None].expand(batch, k, width).clone()
-        found = Candidates(batch, device)
-        tokens, _ = found.add(*self._children(out[:, None], budgets, 1))  # [B, k]
-        hidden = self.drafter.feedback(out)[:, None].expand(batch, k, -1)
+        found = Candidates(batch, max(budget.nodes for budget in budgets), device)
+        tokens, _ = found.add(*self._children(out[:, None], budgets, 1))  # [B, m], m <= k
+        hidden = self.drafter.feedback(out)[:, None].expand(*tokens.shape, -1)
+        seen = base[:, None].expand(*tokens.shape, width).clone()
         for level in range(1, depth):
-            slots = lengths[:, None] + (level - 1) * k + torch.arange(k, device=device)
+            slots = lengths[:, None] + (level - 1) * k + torch.arange(tokens.shape[1], device=device)
             seen = seen.scatter(2, slots[:, :, None], True)
-            positions = (lengths + level - 1)[:, None].expand(batch, k)
+            positions = (lengths + level - 1)[:, None].expand_as(tokens)
             out = self._layer(rows, tokens, hidden, positions, slots, seen[:, None])
             tokens, parent = found.add(*self._children(out, budgets, level + 1))
             hidden = self.drafter.feedback(out).gather(1, parent[..., None].expand(-1, -1, out.shape[-1]))

@@ -84,7 +84,9 @@ def best_shape(chances: Sequence[Sequence[float]], nodes: int) -> list[list[int]
 class Candidates:
     """Continuations found level by level for all rows at once, the best of which become trees (EAGLE-2)."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
+        """nodes: those of the largest tree, the root included."""
+        self.nodes = nodes
         self.scores = torch.zeros(rows, 1, device=device)  # log probability of the nodes that go on
         self._numbers = torch.zeros(rows, 1, dtype=torch.long, device=device)  # theirs, the root being 0
         self._count = 1
@@ -93,14 +95,16 @@ class Candidates:
     def add(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """A level: target ids [B, n, k] and conditional log scores [B, n, k] below the n nodes that go on.
 
-        n = 1 with more nodes going on: all continue alike. Returns the ids [B, k] of the nodes that go on now, and
-        which of those before [B, k] each hangs below.
+        n = 1 with more nodes going on: all continue alike. Returns the ids [B, m] of the nodes that go on now, and
+        which of those before [B, m] each hangs below; m <= k. A node's child is in a tree only together with the
+        nodes above it and with every better node of its level, so of the m-th best node on there is no room for one.
         """
         width = scores.shape[-1]
+        going = max(1, min(width, self.nodes - 1 - (len(self._levels) + 1)))
         total = (scores + self.scores[..., None]).flatten(1)
         tokens = tokens.expand(-1, self.scores.shape[1], -1).flatten(1)
         self._levels.append((tokens, self._numbers.repeat_interleave(width, 1), total))
-        self.scores, best = total.topk(width, dim=-1)
+        self.scores, best = total.topk(going, dim=-1)
         self._numbers = best + self._count
         self._count += total.shape[1]
         return tokens.gather(1, best), best // width

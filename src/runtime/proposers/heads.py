@@ -157,8 +157,8 @@ class HeadsProposer(Proposer):
 
     def _grow(self, rows: list[int], states: Tensor, budgets: list[Budget]) -> list[DraftTree]:
         """Trees of the best continuations, found level by level; states: [B, D]."""
-        found = Candidates(len(rows), self.device)
-        depth = min(self.depth, max(budget.depth for budget in budgets))
+        found = Candidates(len(rows), max(budget.nodes for budget in budgets), self.device)
+        depth = min(self.depth, max(min(budget.depth, budget.nodes - 1) for budget in budgets))
         state = states[:, None]
         for level in range(1, depth + 1):
             log_probs = draft_log_probs(self.drafter.logits(level - 1, state), budgets)
