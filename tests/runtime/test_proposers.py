@@ -3,6 +3,7 @@ import torch
 
 from runtime import SamplingParams
 from runtime.proposers import eagle as proposers_eagle
+from runtime.proposers.base import Budget
 from runtime.proposers.growth import Candidates
 from tests.runtime.conftest import PROMPTS
 
@@ -93,6 +94,19 @@ def test_nodes_without_room_for_a_child_are_not_drafted_from(make_engine, eagle,
     params = [SamplingParams(16, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     engine.generate(PROMPTS, params)
     assert grown > 40
+
+
+@pytest.mark.parametrize(("nodes", "going"), [(9, 4), (6, 4), (5, 3), (4, 2), (3, 1)])
+def test_the_last_node_with_room_for_a_child_is_drafted_from(nodes, going):
+    found = Candidates(1, nodes, torch.device("cpu"))
+    tokens, _ = found.add(torch.arange(4)[None, None], -torch.tensor([[[0.1, 0.2, 0.3, 0.4]]]))
+    assert tokens.tolist() == [list(range(going))]
+    # Only the last of them has a child worth a draft: as good as itself, better than its next sibling.
+    scores = torch.full((1, going, 4), -9.0)
+    scores[0, -1, 0] = 0.0
+    found.add(10 * torch.arange(1, going + 1)[None, :, None] + torch.arange(4), scores)
+    [tree] = found.trees("test", [99], [Budget(going + 2, 2)])
+    assert tree.tokens == (99, *range(going), 10 * going) and tree.parents[-1] == going
 
 
 def test_eagle_respects_nodes_and_depth(eagle, make_engine):
