@@ -49,7 +49,7 @@ class EngineConfig:
 
     num_draft_tokens: int | str = 16
     depth: int = 5
-    top_k: int = 8
+    top_k: int = 6
     tree: str = "dynamic"
     batch_size: int = 1
     max_length: int | None = None
