@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from drafters.export import describe_drafter, export_drafter, load_drafter
 from drafters.export.forms import write_form
 from drafters.export.source import Source
 from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
@@ -18,7 +16,6 @@ from drafters.models.layers import causal_attention
 from drafters.target import Target
 from tests.drafters.export_setup import TAPS, export
 from tests.drafters.forms_setup import source_of
-from tests.test_real_target import KEPT
 
 TOLERANCE = 1e-4
 STEPS = 3
@@ -71,22 +68,6 @@ def assert_same(mine: list[Tensor], theirs: list[Tensor]) -> None:
     for step, (own, other) in enumerate(zip(mine, theirs, strict=True)):
         gap = (own - other[: len(own)]).abs().max().item()
         assert own.std() > 0.1 and gap < TOLERANCE, f"step {step}: logits differ by {gap:.2e}"
-
-
-@torch.no_grad()
-def without_tap_norms(target: Target, folder: Path) -> Source:
-    """The kept drafter with a constant in the place of each norm of a tap, for peers that have no such norms: another
-    drafter, that drafts nearly as well; exported to `folder`."""
-    kept, contract = load_drafter(KEPT, target)
-    drafter, taps = Eagle3Drafter(replace(kept.shape, fc_norm=False)), contract.tap_indices
-    drafter.bind_vocab(kept.d2t.clone(), kept.t2d.clone())
-    drafter.load_state_dict({name: value for name, value in kept.state_dict().items() if "fc_norm" not in name})
-    tapped = states(target, taps, text_ids(target))[0].chunk(len(taps), -1)
-    for part, tap, norm in zip(drafter.fc.weight.chunk(len(taps), -1), tapped, kept.fc_norm, strict=True):
-        part.mul_(norm.weight / tap.pow(2).mean(-1).sqrt().median())
-    drafter.bind(target)
-    contract = describe_drafter(drafter, target, taps=taps, steps=3, max_length=512)
-    return source_of(export_drafter(drafter, target, contract, folder, command="python train.py"), target)
 
 
 def text_ids(target: Target) -> Tensor:

@@ -12,13 +12,12 @@ import pytest
 
 from drafters.config import BuiltinData
 from drafters.corpus import load_prompts
-from drafters.errors import ConfigError
-from drafters.export.forms import FORMS, write_form
+from drafters.export.forms import write_form
 from drafters.export.gguf import DRAFTER_NAME, TARGET_NAME
 from drafters.export.source import Source
 from runtime import Engine, SamplingParams
 from tests.drafters.forms_setup import source_of
-from tests.oracles.oracle_setup import needs, without_tap_norms
+from tests.oracles.oracle_setup import needs
 from tests.test_real_target import KEPT, target  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow, needs("xllamacpp")]
@@ -28,8 +27,8 @@ SPOKEN = ("It's 12345 o'clock\n\n  x = 3.14  # über naïve 東京 🙂\t\tend",
 
 
 @pytest.fixture(scope="module")
-def source(target, tmp_path_factory) -> Source:  # noqa: F811
-    return without_tap_norms(target, tmp_path_factory.mktemp("native") / "export")
+def source(target) -> Source:  # noqa: F811
+    return source_of(KEPT, target)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +84,3 @@ def test_as_many_drafts_are_accepted_as_in_our_own_chain(source, prompts, theirs
     assert abs(sum(found) - sum(ours)) <= 0.05 * sum(ours), (found, ours)
     # The sum alone would let a tap one layer off, or heads in another order, pass for a near tie.
     assert max(abs(there - here) for there, here in zip(found, ours, strict=True)) <= 2, (found, ours)
-
-
-def test_the_kept_drafter_itself_is_refused(target):  # noqa: F811
-    with pytest.raises(ConfigError, match=r"export\.dialect=gguf cannot hold this drafter: .*drafter\.fc_norm=true"):
-        FORMS["gguf"].check(source_of(KEPT, target))

@@ -9,7 +9,7 @@ from drafters.config import TargetConfig
 from drafters.export.forms import write_form
 from drafters.target import Target
 from tests.drafters.forms_setup import source_of
-from tests.oracles.oracle_setup import assert_same, chains, needs, states, text_ids, without_tap_norms
+from tests.oracles.oracle_setup import assert_same, chains, needs, states, text_ids
 from tests.oracles.test_eagle3 import economize_logits, specforge_logits, speculators_logits
 from tests.test_real_target import KEPT, target  # noqa: F401 (a fixture)
 
@@ -47,7 +47,7 @@ def test_specforge_computes_the_same(source, mine, tmp_path):
 def test_economize_computes_the_same(target, tmp_path, dialect):  # noqa: F811
     config = TargetConfig(name="own", path=str(target.folder), dtype="float32", device="cpu")
     own = Target.load(config)  # economize attaches to it
-    source = without_tap_norms(own, tmp_path / "native")
+    source = source_of(KEPT, own)
     ids, taps = text_ids(own), source.contract.tap_indices
     folder = write_form(dialect, source, tmp_path / dialect)
     assert_same(chains(source.drafter, states(own, taps, ids), ids), economize_logits(folder, own, taps, ids))
