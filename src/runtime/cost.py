@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from runtime.calibration import Calibration
-from runtime.cost_table import CostTable
+from runtime.cost_table import SECOND_WIDTH, CostTable
+from runtime.deepening import Deepening
 from runtime.proposers.base import Budget
 from runtime.tree import DraftTree
 
@@ -19,25 +20,28 @@ REFRESH = 32  # drafted rounds after which the whole budget is drafted once, to 
 PLAIN_FIRST, PLAIN_AGAIN = 4, 128  # drafted rounds after which one is plain, to know what that costs; doubling
 AVERAGE = 0.1  # weight of the newest tree in what a depth is worth
 CHARGED = 4.0  # a draft is charged at most this many times its estimate: a busy moment is not the drafter's
+ANY_DEPTH = 0  # in place of a depth: that of a drafter that asks before each level
 
 
 @dataclass
 class _Worth:
-    """What drafting to one depth gave lately: tokens per row, forward in plain steps, width of the best tree."""
+    """What drafting to one depth gave lately: tokens per row, forward in plain steps, width of the best tree, levels
+    drafted."""
 
     tokens: float
     steps: float
     width: float
+    levels: float
 
-    def follow(self, tokens: float, steps: float, width: float) -> None:
-        self.tokens += AVERAGE * (tokens - self.tokens)
-        self.steps += AVERAGE * (steps - self.steps)
-        self.width += AVERAGE * (width - self.width)
+    def follow(self, newest: _Worth) -> None:
+        for name, value in vars(newest).items():
+            setattr(self, name, getattr(self, name) + AVERAGE * (value - getattr(self, name)))
 
 
 @dataclass
 class _Profile:
-    """_Worth by depth for one kind of batch; drafts since the whole budget was drafted, and since a plain round."""
+    """_Worth by depth for one kind of batch, at ANY_DEPTH of a drafter that asks; drafts since the whole budget was
+    drafted, and since a plain round."""
 
     worth: dict[int, _Worth] = field(default_factory=dict)
     best: int = 0  # depth last believed to pay most
@@ -51,10 +55,20 @@ class _Round:
     """The round being run: what plan() decided and trim() made of it."""
 
     profile: _Profile
-    depth: int
+    depth: int  # drafted to; of a drafter that asks, the deepest it may go
+    asking: bool  # the drafter asks before each level
     exploring: bool  # it is not believed to pay
     sampled: dict[int, bool]
-    draft: float  # estimated seconds
+    rate: float  # tokens per second that the next level should beat
+    # Levels gone deeper from, by who asked: each row's best path probability there.
+    sure: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def levels(self) -> int:
+        """Those that were drafted."""
+        if not self.asking or not self.depth:
+            return self.depth
+        return 1 + max((level for _, level in self.sure), default=0)
 
 
 class CostModel:
@@ -62,56 +76,72 @@ class CostModel:
 
     A round: plan(), the proposer, trim(), the target, observe(). The aim is emitted tokens per second over the batch,
     (rows + sum of path probabilities) / (draft + forward) (TurboSpec, arXiv 2406.14066; Sequoia, arXiv 2402.12374),
-    and a plain round is always a candidate. Two accounts keep plain decoding's speed whatever a drafter claims: drafts
-    tried against the odds lose at most SHARE of all time, believed ones that turn out to lose at most CREDIT plain
-    rounds and SHARE of all time; past that rounds are plain.
+    and a plain round is always a candidate. A drafter that works level by level asks before each further one, which
+    must promise more tokens per second than rounds give otherwise; others draft to the depth that paid best on
+    average. Two accounts keep plain decoding's speed whatever a drafter claims: drafts tried against the odds lose at
+    most SHARE of all time, believed ones that turn out to lose at most CREDIT plain rounds and SHARE of all time; past
+    that rounds are plain.
     """
 
-    def __init__(self, table: CostTable, calibration: Calibration, depth: int):
-        """depth: deepest draft ever asked for."""
+    def __init__(self, table: CostTable, calibration: Calibration, depth: int, asking: bool = False):
+        """depth: deepest draft ever asked for. asking: the drafter heeds Budget.deeper where it is given."""
         self.table = table
         self.calibration = calibration
         self.depth = depth
+        self.asking = asking
+        self.deepening = Deepening()
         self.expected: dict[int, float] = {}  # tokens each row should emit this round, set by trim()
         self.seconds = 0.0
         self.lost = 0.0  # seconds believed drafts lost against plain rounds, gains paid back first
         self.explored = 0.0  # the same of drafts tried against the odds
-        self._profiles: dict[tuple[bool, int], _Profile] = {}
+        self._profiles: dict[tuple[bool, bool, int], _Profile] = {}
         self._round: _Round | None = None
 
     # ---- before the draft
 
     def plan(self, budgets: Mapping[int, Budget]) -> dict[int, Budget]:
         """Budgets cut to what is worth drafting, depth 0 meaning nothing; at most what was asked for."""
+        rows = len(budgets)
         sampled = {row: budget.noise is not None or budget.drawn for row, budget in budgets.items()}
-        key = any(sampled.values()), self.table.batch(len(budgets))
-        profile = self._profiles.setdefault(key, _Profile())
+        # Of a drawn tree nothing may depend on the draws, so its depth is settled before them.
+        asking = self.asking and not any(budget.drawn for budget in budgets.values())
+        profile = self._profiles.setdefault((any(sampled.values()), asking, self.table.batch(rows)), _Profile())
         deepest = max((budget.depth for budget in budgets.values() if budget.nodes > 1), default=0)
-        depth, exploring = self._depth(profile, len(budgets), min(deepest, self.depth))
-        self._round = _Round(profile, depth, exploring, sampled, self.table.draft(depth, len(budgets)))
+        rates = self._rates(profile, rows, min(deepest, self.depth), asking)
+        depth, exploring = self._depth(profile, rows, min(deepest, self.depth), rates, asking)
+        rate = max([rows / self.table.verify(1, rows), *rates.values()])
+        self._round = _Round(profile, depth, asking, exploring, sampled, rate)
         return {row: self._cut(budget, profile, depth) for row, budget in budgets.items()}
 
-    def _depth(self, profile: _Profile, rows: int, deepest: int) -> tuple[int, bool]:
+    def _rates(self, profile: _Profile, rows: int, deepest: int, asking: bool) -> dict[int, float]:
+        """Tokens per second of drafting to each depth, of all depths in one where the drafter asks; empty: unknown."""
+        depths = ([ANY_DEPTH] if asking else range(1, deepest + 1)) if deepest else []
+        if any(depth not in profile.worth for depth in depths):
+            return {}
+        plain, found = self.table.verify(1, rows), {}
+        for depth in depths:
+            worth = profile.worth[depth]
+            draft = self.table.draft_between(min(worth.levels, deepest), rows)
+            found[depth] = rows * worth.tokens / (draft + worth.steps * plain)
+        return found
+
+    def _depth(
+        self, profile: _Profile, rows: int, deepest: int, rates: Mapping[int, float], asking: bool
+    ) -> tuple[int, bool]:
         """The depth to draft to, and whether that is against the odds."""
         if not deepest:
             return 0, False
-        plain = self.table.verify(1, rows)
-        if deepest not in profile.worth:  # nothing is known yet: a drafter is believed first, on credit
-            return (deepest, False) if self._affordable(deepest, rows, False) else (0, False)
-        rates = {
-            depth: rows * profile.worth[depth].tokens
-            / (self.table.draft(depth, rows) + profile.worth[depth].steps * plain)
-            for depth in range(1, deepest + 1)
-        }  # fmt: skip
+        if not rates:  # nothing is known yet: a drafter is believed first, on credit
+            return (deepest, False) if self._affordable(1 if asking else deepest, rows, False) else (0, False)
         best = max(rates, key=rates.get)
-        exploring = rates[best] <= rows / plain
+        exploring = rates[best] <= rows / self.table.verify(1, rows)
         if not exploring and profile.since_plain >= profile.plain_after:
             profile.plain_after = min(2 * profile.plain_after, PLAIN_AGAIN)
             return 0, False
         profile.best = best
-        if exploring or profile.since_full >= REFRESH:
+        if asking or exploring or profile.since_full >= REFRESH:
             best = deepest
-        return (best, exploring) if self._affordable(best, rows, exploring) else (0, False)
+        return (best, exploring) if self._affordable(1 if asking else best, rows, exploring) else (0, False)
 
     def _affordable(self, depth: int, rows: int, exploring: bool) -> bool:
         """Whether a round that accepts nothing would stay within its account; drafts that cost next to nothing do."""
@@ -131,12 +161,28 @@ class CostModel:
         depth = min(budget.depth, depth)
         if not depth:
             return replace(budget, nodes=1, depth=0)
+        if self._round.asking:
+            return replace(budget, depth=depth, deeper=self._deeper)
         known = profile.worth.get(depth)
         if not budget.drawn or known is None or profile.since_full >= REFRESH:
             return replace(budget, depth=depth)
         # A drawn tree must be verified whole, so its size is settled before it is drawn.
         width = self.table.width(min(max(2, round(known.width)), budget.nodes))
         return replace(budget, nodes=min(budget.nodes, width), depth=depth)
+
+    # ---- during the draft
+
+    def _deeper(self, source: str, level: int, chances: Mapping[int, float]) -> bool:
+        """Budget.deeper of a round: whether the level below `level` promises more than the same time elsewhere."""
+        current, table, rows = self._round, self.table, len(self._round.sampled)
+        wide = min(SECOND_WIDTH, int(table.widths[-1]))
+        node = (table.verify(wide, rows) - table.verify(1, rows)) / max(1, wide - 1)
+        seconds = table.draft(level + 1, rows) - table.draft(level, rows) + node
+        gain = sum(chance * self.deepening.worth(level, current.sampled[row]) for row, chance in chances.items())
+        if gain <= current.rate * seconds or not self._affordable(level + 1, rows, current.exploring):
+            return False
+        current.sure[source, level] = dict(chances)
+        return True
 
     # ---- after the draft
 
@@ -171,8 +217,9 @@ class CostModel:
         forwards = self.table.forwards(max(map(len, trees.values())), rows)
         widths = self.table.widths[: len(forwards)]
         gains = _gains(_padded([paths[row] for row in trees if row not in fixed])[None], widths)[0] + drawn
-        rates = gains / (current.draft + forwards)
-        risk = current.draft + forwards - forwards[0]
+        draft = self.table.draft(current.levels, rows)
+        rates = gains / (draft + forwards)
+        risk = draft + forwards - forwards[0]
 
         enough = widths >= least
 
@@ -189,20 +236,22 @@ class CostModel:
         return int(widths[chosen])
 
     def _learn(self, trees: Mapping[int, DraftTree], paths: Mapping[int, list[float]]) -> None:
-        """What each depth up to the drafted one would have been worth, had it been drafted alone."""
-        rows, worth, deepest = len(trees), self._round.profile.worth, self._round.depth
+        """What drafts like this one are worth, and each shallower depth, had it been drafted alone."""
+        rows, current = len(trees), self._round
+        cases = {ANY_DEPTH: current.levels} if current.asking else {d: d for d in range(1, current.depth + 1)}
         full, depths = _padded([paths[row] for row in trees]), _padded([trees[row].depths for row in trees])
         forwards = self.table.forwards(full.shape[1], rows)
         widths = self.table.widths[: len(forwards)]
-        shallow = np.where(depths <= np.arange(1, deepest + 1)[:, None, None], full, 0.0)
+        limits = np.array(list(cases.values()))
+        # Another proposer's drafts may lie deeper than the levels of the one that asks.
+        shallow = full[None] if current.asking else np.where(depths <= limits[:, None, None], full, 0.0)
         gains = _gains(shallow, widths)
-        best = np.argmax(gains / (self.table.drafts(deepest, rows)[:, None] + forwards), axis=1)  # smallest of equals
-        for depth, at in enumerate(best.tolist(), start=1):
-            found = float(gains[depth - 1, at]) / rows, float(forwards[at] / forwards[0]), float(widths[at])
-            if depth in worth:
-                worth[depth].follow(*found)
-            else:
-                worth[depth] = _Worth(*found)
+        drafts = self.table.drafts(current.depth, rows)[limits - 1]
+        best = np.argmax(gains / (drafts[:, None] + forwards), axis=1)  # smallest of equals
+        for case, (depth, at) in enumerate(zip(cases, best.tolist())):
+            steps, width = float(forwards[at] / forwards[0]), float(widths[at])
+            found = _Worth(float(gains[case, at]) / rows, steps, width, float(limits[case]))
+            current.profile.worth.setdefault(depth, found).follow(found)
 
     # ---- after the target
 
@@ -214,27 +263,39 @@ class CostModel:
         draft: from before plan() to after trim(). rest: everything else of the round, the device waited for.
         """
         rows, current = len(trees), self._round
+        estimate = self.table.draft(current.levels, rows)
         self.seconds += draft + rest
         widest = max(map(len, trees.values()))
         self.table.observe_verify(widest, rows, rest)
         for row, tree in trees.items():
             self.calibration.update(tree, paths[row], current.sampled[row])
         current.profile.since_plain = 0 if widest == 1 else current.profile.since_plain + 1
+        self._observe_levels(trees, paths)
         if not current.depth:
             return
-        self.table.observe_draft(current.depth, rows, draft)
-        full = max(current.profile.worth) == current.depth
-        # A draft accepted deeper than is believed to pay calls for another look at once.
-        deeper = any(trees[row].depths[path[-1]] > current.profile.best for row, path in paths.items())
-        current.profile.since_full = (REFRESH if deeper else 0) if full else current.profile.since_full + 1
+        self.table.observe_draft(current.levels, rows, draft)
         emitted = sum(map(len, paths.values())) / rows
-        loss = (
-            min(draft, CHARGED * current.draft) + self.table.verify(widest, rows) - emitted * self.table.verify(1, rows)
-        )
+        loss = min(draft, CHARGED * estimate) + self.table.verify(widest, rows) - emitted * self.table.verify(1, rows)
         if current.exploring and loss > 0:
             self.explored += loss
         else:
             self.lost = max(0.0, self.lost + loss)
+
+    def _observe_levels(self, trees: Mapping[int, DraftTree], paths: Mapping[int, tuple[int, ...]]) -> None:
+        """Counts what the levels of a finished round gave."""
+        current, profile = self._round, self._round.profile
+        if current.asking:
+            self.deepening.round()
+            for (source, level), chances in current.sure.items():
+                for row, chance in chances.items():
+                    path = paths[row]
+                    right = len(path) > level + 1 and trees[row].sources[path[level + 1]] == source
+                    self.deepening.update(level, current.sampled[row], chance, right)
+        elif current.depth:
+            full = max(profile.worth) == current.depth
+            # A draft accepted deeper than is believed to pay calls for another look at once.
+            deeper = any(trees[row].depths[path[-1]] > profile.best for row, path in paths.items())
+            profile.since_full = (REFRESH if deeper else 0) if full else profile.since_full + 1
 
 
 def _padded(rows: list) -> np.ndarray:

@@ -181,6 +181,12 @@ class CostTable:
         """Seconds of a draft of this depth; none for depth 0."""
         return self._draft.seconds((self._batch_at[rows], depth - 1)) if depth else 0.0
 
+    def draft_between(self, levels: float, rows: int) -> float:
+        """Seconds of drafts of so many levels on average, 1 or more."""
+        whole = int(levels)
+        low = self.draft(whole, rows)
+        return low if whole == levels else low + (levels - whole) * (self.draft(whole + 1, rows) - low)
+
     def drafts(self, depth: int, rows: int) -> np.ndarray:
         """The same for depths 1 to `depth`."""
         return self._draft.row(self._batch_at[rows])[:depth]

@@ -185,7 +185,7 @@ class Engine:
             found = remembered(cache_dir() / "costs", key, lambda: measure(verify_probe, draft_probe, sizes))
         table = CostTable(found, rows, nodes, depth)
         log.info("costs: %s", table.summary())
-        return CostModel(table, self.calibration, depth)
+        return CostModel(table, self.calibration, depth, self.proposer.asks)
 
     def step(self) -> list[Request]:
         """One round for every running row, admitting waiting requests first; returns the finished ones."""

@@ -14,6 +14,7 @@ import torch
 from runtime.calibration import Calibration
 from runtime.cost import CREDIT, SHARE, CostModel, _gains
 from runtime.cost_table import CostTable, Measured, widths
+from runtime.deepening import HOPE
 from runtime.proposers.base import Budget
 from runtime.sampling import DraftNoise, Noise
 from runtime.tree import DraftTree
@@ -23,13 +24,15 @@ CLIFF = {1: 1.0, 2: 2.1, 3: 2.2, 4: 2.4, 6: 2.2, 8: 2.1, 12: 2.3, 16: 2.6}  # fp
 DEPTH, NODES = 5, 16
 
 
-def model(verify: dict[int, float] = FLAT, step: float = 0.04, batch: int = 1, growth: float = 0.0) -> CostModel:
+def model(
+    verify: dict[int, float] = FLAT, step: float = 0.04, batch: int = 1, growth: float = 0.0, asking: bool = False
+) -> CostModel:
     """A cost model that knows the true costs: a draft takes `step` plain rounds per level."""
     measured = Measured(
         {(b, w): s * (1 + growth * (b - 1)) for b in {1, batch} for w, s in verify.items()},
         {(b, d): step * d for b in {1, batch} for d in (1, DEPTH)},
     )
-    return CostModel(CostTable(measured, batch, NODES, DEPTH), Calibration(), DEPTH)
+    return CostModel(CostTable(measured, batch, NODES, DEPTH), Calibration(), DEPTH, asking)
 
 
 def chain(raws: list[float], source: str = "x") -> DraftTree:
@@ -72,8 +75,12 @@ class World:
     def run(self, rounds: int, seed: int = 0) -> World:
         rng = random.Random(seed)
         for _ in range(rounds):
-            depth = self.model.plan({0: Budget(NODES, DEPTH)})[0].depth
-            drawn = self.draw(depth) if depth else DraftTree.root(0)
+            budget = self.model.plan({0: Budget(NODES, DEPTH)})[0]
+            drawn = self.draw(budget.depth) if budget.depth else DraftTree.root(0)
+            depth = budget.depth
+            if budget.deeper is not None:
+                depth = asked_depth(drawn, budget)
+                drawn = drawn.part([node for node in range(len(drawn)) if drawn.depths[node] <= depth])
             tree = self.model.trim({0: drawn})[0]
             path = self._accept(tree, rng)
             draft, rest = depth * self.step, self.verify[self.model.table.width(len(tree))]
@@ -105,53 +112,79 @@ class World:
         return self.seconds / (self.tokens * self.verify[1])
 
 
+def asked_depth(tree: DraftTree, budget: Budget) -> int:
+    """The levels of a tree that a proposer drafts which asks before each."""
+    for level in range(1, budget.depth):
+        best = max(math.exp(tree.scores[node]) for node in range(len(tree)) if tree.depths[node] == level)
+        if not budget.deeper("x", level, {0: best}):
+            return level
+    return budget.depth
+
+
 def never(tree: DraftTree, node: int, number: int) -> float:
     return 0.0
 
 
+ASKING = pytest.mark.parametrize("asking", [False, True], ids=["by-depth", "by-level"])
+
 # ---- never slower than plain ------------------------------------------------------------------------------------
 
 
+@ASKING
 @pytest.mark.parametrize("verify", [FLAT, CLIFF], ids=["flat", "cliff"])
 @pytest.mark.parametrize("claim", [1.0, 0.5, 0.01])
 @pytest.mark.parametrize("step", [0.001, 0.04, 0.2])
-def test_random_drafts_cost_at_most_three_percent_whatever_they_claim(verify, claim, step):
-    world = World(model(verify, step), lambda depth: chain([claim] * depth), never, verify, step)
+def test_random_drafts_cost_at_most_three_percent_whatever_they_claim(verify, claim, step, asking):
+    world = World(model(verify, step, asking=asking), lambda depth: chain([claim] * depth), never, verify, step)
     assert world.run(1000).against_plain <= 1.03
 
 
+@ASKING
 @pytest.mark.parametrize("step", [1.0, 5.0, 50.0])
-def test_a_slow_drafter_costs_at_most_three_percent_though_it_is_always_right(step):
-    world = World(model(FLAT, step), lambda depth: chain([0.9] * depth), lambda *_: 1.0, FLAT, step)
+def test_a_slow_drafter_costs_at_most_three_percent_though_it_is_always_right(step, asking):
+    world = World(model(FLAT, step, asking=asking), lambda depth: chain([0.9] * depth), lambda *_: 1.0, FLAT, step)
     assert world.run(1000).against_plain <= 1.03
 
 
-def test_a_drafter_measured_fast_that_turns_slow_is_found_out():
+@ASKING
+def test_a_drafter_measured_fast_that_turns_slow_is_found_out(asking):
     # Measured at .04 per level, a level now takes 2 plain rounds: five levels buy six tokens for eleven.
-    world = World(model(FLAT, 0.04), lambda depth: chain([0.9] * depth), lambda *_: 1.0, FLAT, 2.0, False)
+    world = World(
+        model(FLAT, 0.04, asking=asking), lambda depth: chain([0.9] * depth), lambda *_: 1.0, FLAT, 2.0, False
+    )
     assert world.run(2000).against_plain <= 1.05
     assert sum(world.depths[-500:]) == 0 or world.run(1000).against_plain <= 1.03
 
 
-def test_a_drafter_that_turns_bad_is_dropped_past_gains_pay_for_nothing():
-    world = World(model(), lambda depth: chain([0.7] * depth), lambda tree, node, number: 0.7 * (number < 500))
+@ASKING
+def test_a_drafter_that_turns_bad_is_dropped_past_gains_pay_for_nothing(asking):
+    world = World(
+        model(asking=asking), lambda depth: chain([0.7] * depth), lambda tree, node, number: 0.7 * (number < 500)
+    )
     world.run(500)
     tokens, seconds = world.tokens, world.seconds
     world.run(1000)
     lost = (world.seconds - seconds) - (world.tokens - tokens)
     assert lost <= CREDIT + 2 * SHARE * world.seconds + 1.0
-    assert np.mean(np.array(world.depths[-300:]) == 0) > 0.9
+    # One level costs so little that its share allows a try in every fourth round, five levels one in twenty.
+    assert np.mean(np.array(world.depths[-300:]) == 0) > (0.7 if asking else 0.9)
 
 
-def test_a_drafter_that_turns_good_is_taken_up_again():
-    world = World(model(), lambda depth: chain([0.7] * depth), lambda tree, node, number: 0.7 * (number >= 500))
+@ASKING
+def test_a_drafter_that_turns_good_is_taken_up_again(asking):
+    world = World(
+        model(asking=asking), lambda depth: chain([0.7] * depth), lambda tree, node, number: 0.7 * (number >= 500)
+    )
     world.run(1500)
     assert np.mean(np.array(world.depths[-300:]) > 0) > 0.9
     assert world.tokens / world.rounds > 1.5
 
 
-def test_exploring_a_losing_drafter_goes_on_but_stays_within_its_share():
-    world = World(model(CLIFF, 0.2), lambda depth: chain([0.3] * depth), lambda *_: 0.1, CLIFF, 0.2).run(3000)
+@ASKING
+def test_exploring_a_losing_drafter_goes_on_but_stays_within_its_share(asking):
+    world = World(model(CLIFF, 0.2, asking=asking), lambda depth: chain([0.3] * depth), lambda *_: 0.1, CLIFF, 0.2).run(
+        3000
+    )
     drafted = [number for number, width in enumerate(world.widths) if width > 1]
     assert max(drafted) > 2500  # never given up for good
     assert world.model.explored <= SHARE * world.seconds
@@ -356,3 +389,84 @@ def test_the_model_follows_costs_that_change():
 def test_the_widths_that_are_run_are_few():
     world = World(model(), lambda depth: bush([0.4, 0.2, 0.1], depth), lambda tree, node, number: 0.25).run(500)
     assert {world.model.table.width(width) for width in world.widths} <= set(widths(NODES))
+
+
+# ---- level by level ---------------------------------------------------------------------------------------------
+
+
+def moody(seed: int, easy: float = 0.9, hard: float = 0.2) -> tuple[object, object]:
+    """A drafter that knows whether the text is easy; half of the rounds are."""
+    rng = random.Random(seed)
+    return lambda depth: chain([easy if rng.random() < 0.5 else hard] * depth), lambda tree, node, number: math.exp(
+        tree.scores[node] - tree.scores[tree.parents[node]]
+    )
+
+
+@pytest.mark.parametrize("step", [0.05, 0.15])
+def test_a_drafter_that_asks_goes_deep_where_it_is_sure_and_beats_every_fixed_depth(step):
+    draw, truth = moody(1)
+    by_level = World(model(FLAT, step, asking=True), draw, truth, FLAT, step).run(3000)
+    draw, truth = moody(1)
+    by_depth = World(model(FLAT, step), draw, truth, FLAT, step).run(3000)
+    assert by_level.against_plain < 0.97 * by_depth.against_plain
+    assert {1, DEPTH} <= set(by_level.depths[-200:])
+    # The best there is: one level, then all five in an easy round and none more in a hard one.
+    easy, hard = sum(0.9**k for k in range(6)), 1.2
+    seconds = [DEPTH * step + FLAT[6], step + FLAT[2]]
+    assert by_level.against_plain <= 1.05 * sum(seconds) / (easy + hard)
+
+
+def test_levels_that_gave_nothing_are_tried_again():
+    def truth(tree: DraftTree, node: int, number: int) -> float:
+        return 0.9 if tree.depths[node] == 1 or number > 500 else 0.0
+
+    world = World(model(FLAT, 0.1, asking=True), lambda depth: chain([0.9] * depth), truth, FLAT, 0.1).run(500)
+    assert np.mean(np.array(world.depths[-100:]) <= 1) > 0.9
+    world.run(1000)
+    assert np.mean(np.array(world.depths[-100:]) == DEPTH) > 0.9
+
+
+def test_a_level_pays_for_its_time_and_its_node():
+    some = model(FLAT, 0.1, asking=True)
+    some.plan({0: Budget(NODES, DEPTH)})
+    node = (FLAT[8] - FLAT[1]) / 7
+    enough = (0.1 + node) / HOPE  # one token per plain round is what else the time would give
+    deeper = some.plan({0: Budget(NODES, DEPTH)})[0].deeper
+    assert not deeper("x", 1, {0: 0.99 * enough})
+    assert deeper("x", 1, {0: 1.01 * enough})
+    assert not deeper("x", 2, {0: 0.5 * enough})
+    two = model(FLAT, 0.1, batch=2, asking=True)
+    deeper = two.plan({row: Budget(NODES, DEPTH) for row in range(2)})[1].deeper
+    assert deeper("x", 1, {0: 1.01 * enough, 1: 1.01 * enough})  # two rows emit two tokens per plain round
+    assert not deeper("x", 1, {0: 1.01 * enough})
+
+
+def test_only_drafts_of_the_one_that_asked_speak_for_its_levels():
+    for source, better in (("x", True), ("y", False)):
+        some = model(FLAT, 0.1, asking=True)
+        before = some.deepening.worth(1, False)
+        deeper = some.plan({0: Budget(NODES, DEPTH)})[0].deeper
+        assert deeper("x", 1, {0: 0.9})
+        mixed = chain([0.9, 0.9])
+        mixed = DraftTree(mixed.tokens, mixed.parents, mixed.depths, mixed.scores, ("", "x", source))
+        tree = some.trim({0: mixed})[0]
+        some.observe({0: tree}, {0: (0, 1, 2)}, 0.2, FLAT[3])
+        assert (some.deepening.worth(1, False) > before) == better
+
+
+def test_time_of_a_draft_is_booked_on_the_levels_that_were_drafted():
+    some = model(FLAT, 0.1, asking=True)
+    deeper = some.plan({0: Budget(NODES, DEPTH)})[0].deeper
+    assert deeper("x", 1, {0: 0.9})
+    tree = some.trim({0: chain([0.9, 0.9])})[0]
+    some.observe({0: tree}, {0: (0,)}, 0.3, FLAT[3])
+    drafts = some.table.drafts(DEPTH, 1)
+    assert drafts[1] > 1.1 * drafts[0] * 2 and drafts[4] == pytest.approx(drafts[2] / 3 * 5)
+
+
+def test_drawn_trees_are_never_asked_about():
+    some = model(batch=2, asking=True)
+    planned = some.plan({0: Budget(16, 5, None, True), 1: Budget(16, 5)})
+    assert planned[0].deeper is None and planned[1].deeper is None
+    assert some.plan({0: Budget(16, 5)})[0].deeper is not None
+    assert model().plan({0: Budget(16, 5)})[0].deeper is None  # nor is a proposer that does not heed it

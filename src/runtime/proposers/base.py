@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -21,12 +21,15 @@ class Budget:
     noise: None at temperature 0; else the noise with which the target will choose the token at each depth, for
     proposers that can draft with it (coupled drafting). drawn: the row is verified by rejection: a proposer that
     has distributions draws a tree of a fixed shape from them with this noise, which then is not the target's.
+    deeper: for proposers that draft level by level, asked before each further one as deeper(their name, the level
+    that is there, the best path probability in it of each row that may go on); None: always to `depth`.
     """
 
     nodes: int
     depth: int
     noise: DraftNoise | None = None
     drawn: bool = False
+    deeper: Callable[[str, int, dict[int, float]], bool] | None = None
 
 
 class Proposer(ABC):
@@ -38,6 +41,7 @@ class Proposer(ABC):
     name: str
     taps: tuple[int, ...] = ()  # HF hidden_states indices it needs of the target
     wants_logits: bool = False  # observe() is called
+    asks: bool = False  # it heeds Budget.deeper
     weights: int = 0  # of models of its own, those borrowed from the target not among them
     trained_depth: int | None = None  # drafts deeper than this were never trained: a merged tree leaves them to others
 

@@ -12,7 +12,15 @@ from drafters.models.recurrent import RecurrentDrafter
 from runtime.attention import grouped_attention
 from runtime.proposers.base import Budget, Held, Proposer
 from runtime.proposers.cache import DraftCache, padded
-from runtime.proposers.growth import Candidates, ShapedTree, draft_log_probs, fixed_shape, noise_at, rank
+from runtime.proposers.growth import (
+    Candidates,
+    ShapedTree,
+    draft_log_probs,
+    fixed_shape,
+    goes_deeper,
+    noise_at,
+    rank,
+)
 from runtime.tree import DraftTree
 
 
@@ -32,6 +40,8 @@ class EagleProposer(Proposer):
     Rows that sample are drafted with the target's own noise (coupled drafting); rows verified by rejection get a tree
     drawn from the draft distribution.
     """
+
+    asks = True
 
     def __init__(
         self, drafter: RecurrentDrafter, taps: tuple[int, ...], top_k: int, depth: int, trained_depth: int | None = None
@@ -132,6 +142,8 @@ class EagleProposer(Proposer):
         hidden = self.drafter.feedback(out)[:, None].expand(*tokens.shape, -1)
         seen = base[:, None].expand(*tokens.shape, width).clone()
         for level in range(1, depth):
+            if not goes_deeper(self.name, dict(zip(rows, budgets)), level, found.best):
+                break
             slots = lengths[:, None] + (level - 1) * k + torch.arange(tokens.shape[1], device=device)
             seen = seen.scatter(2, slots[:, :, None], True)
             positions = (lengths + level - 1)[:, None].expand_as(tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,18 @@ def rank(log_probs: Tensor, budgets: Sequence[Budget], depth: int, target_ids: T
     noisy = log_probs + noise_at(budgets, depth, target_ids)
     scale = torch.tensor([1.0 if b.noise is None else NOISE_SCALE for b in budgets], device=log_probs.device)
     return torch.log_softmax(noisy / scale[:, None, None], -1)
+
+
+def goes_deeper(source: str, budgets: Mapping[int, Budget], level: int, best: Callable[[], list[float]]) -> bool:
+    """Whether drafting goes on below a level of rows with these budgets.
+
+    best: each row's best path probability in the level, worked out only if it is asked for.
+    """
+    deeper = next(iter(budgets.values())).deeper
+    if deeper is None:
+        return True
+    allowed = {row: min(budget.depth, budget.nodes - 1) for row, budget in budgets.items()}
+    return deeper(source, level, {row: chance for row, chance in zip(budgets, best()) if level < allowed[row]})
 
 
 def fixed_shape(nodes: int, depth: int, top_k: int) -> list[list[int]]:
@@ -108,6 +120,10 @@ class Candidates:
         self._numbers = best + self._count
         self._count += total.shape[1]
         return tokens.gather(1, best), best // width
+
+    def best(self) -> list[float]:
+        """Of the nodes that go on, each row's best path probability."""
+        return self.scores.amax(-1).exp().tolist()
 
     def trees(self, source: str, roots: Sequence[int], budgets: Sequence[Budget]) -> list[DraftTree]:
         """The best candidates of each row within its budget."""

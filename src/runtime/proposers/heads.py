@@ -19,6 +19,7 @@ from runtime.proposers.growth import (
     best_shape,
     draft_log_probs,
     fixed_shape,
+    goes_deeper,
     noise_at,
     rank,
 )
@@ -41,6 +42,8 @@ class HeadsProposer(Proposer):
     drawn from the heads' distributions. Greedy rows get the best candidates by the heads' own probabilities, or, with
     accuracies, the shape that is best by these whatever the heads say (Medusa, arXiv 2401.10774, 2.3.3).
     """
+
+    asks = True
 
     def __init__(
         self,
@@ -161,6 +164,8 @@ class HeadsProposer(Proposer):
         depth = min(self.depth, max(min(budget.depth, budget.nodes - 1) for budget in budgets))
         state = states[:, None]
         for level in range(1, depth + 1):
+            if level > 1 and not goes_deeper(self.name, dict(zip(rows, budgets)), level - 1, found.best):
+                break
             log_probs = draft_log_probs(self.drafter.logits(level - 1, state), budgets)
             scores, ids = rank(log_probs, budgets, level, self.target_ids).topk(self.top_k, dim=-1)
             tokens, parent = found.add(self.target_ids[ids], scores)

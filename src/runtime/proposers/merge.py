@@ -69,6 +69,7 @@ class MergeProposer(Proposer):
         self.weights = sum(member.weights for member in members)
         self.taps = tuple(sorted({tap for member in members for tap in member.taps}))
         self.wants_logits = any(member.wants_logits for member in members)
+        self.asks = any(member.asks for member in members)
 
     def models(self) -> tuple[nn.Module, ...]:
         return tuple(model for member in self.members for model in member.models())

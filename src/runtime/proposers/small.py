@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from drafters.target import Target
 from runtime.debug import cache_state, recompute
 from runtime.forward import TargetRunner
 from runtime.proposers.base import Budget, Held, Proposer
-from runtime.proposers.growth import draft_log_probs, rank
+from runtime.proposers.growth import draft_log_probs, goes_deeper, rank
 from runtime.tree import DraftTree
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class SmallProposer(Proposer):
     """
 
     name = "small"
+    asks = True
 
     def __init__(self, model: Target, vocab_size: int, top_k: int, target_ids: Tensor | None = None) -> None:
         """vocab_size: rows of the target's head. top_k: most children of a chain node.
@@ -127,8 +129,14 @@ class SmallProposer(Proposer):
     def propose(self, budgets: dict[int, Budget]) -> dict[int, DraftTree]:
         """Trees for the rows; rows without room for a draft get their root alone."""
         drafts = {row: _Draft(self._rows[row].pending[-1], budget) for row, budget in budgets.items()}
-        level = 1
+        level, active = 1, {}
+
+        def best() -> list[float]:
+            return [math.exp(draft.scores[draft.tip]) for draft in active.values()]
+
         while active := {row: draft for row, draft in drafts.items() if self._width(draft.budget, level)}:
+            if level > 1 and not goes_deeper(self.name, {row: d.budget for row, d in active.items()}, level - 1, best):
+                break
             self._branch(list(active.values()), self._run({row: draft.chain for row, draft in active.items()}), level)
             level += 1
         return {row: draft.tree(self.name, self.vocab_size) for row, draft in drafts.items()}
