@@ -22,7 +22,7 @@ from runtime.loading import tuned_target
 
 
 def make_drafter(run: TrainRun, target: Target, records: Sequence[ResponseRecord]) -> Drafter:
-    """A drafter ready to train, on the target's device: from init_from, or new with the records' vocabulary."""
+    """A drafter ready to train, on the target's device: from init_from, or new with the vocabulary of all records."""
     if run.init_from is not None:
         return _init_from(run, target)
     torch.manual_seed(run.trainer.seed)

@@ -202,7 +202,7 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
     responses = find_responses(run, console)
     target = Target.load(run.target)
     records = responses.records[: run.trainer.max_records]
-    drafter = make_drafter(run, target, records)
+    drafter = make_drafter(run, target, responses.records)  # counting tokens costs nothing: all answers have a say
     logger = Logger(out_dir, run.logger, to_dict(run))
 
     taps = taps_of(run, target)

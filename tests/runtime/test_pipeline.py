@@ -48,7 +48,7 @@ def test_another_models_folder_does_not_take_the_kept_answers(taken, tmp_path):
     assert taken == ["collected"]
 
 
-def test_max_records_trains_on_the_first_and_counts_them(monkeypatch, tmp_path):
+def test_max_records_trains_on_the_first_and_counts_them_but_all_give_the_vocabulary(monkeypatch, tmp_path):
     records = [SimpleNamespace(id=str(i), response_ids=[1] * i) for i in range(1, 6)]
     seen = {}
     monkeypatch.setattr(pipeline.Target, "load", lambda cfg: SimpleNamespace(num_layers=30))
@@ -69,7 +69,7 @@ def test_max_records_trains_on_the_first_and_counts_them(monkeypatch, tmp_path):
     )
     overrides = ("trainer.max_records=3", "logger.wandb=false", f"output_dir={tmp_path}")
     pipeline.run_train(settings("train", *overrides), Console(file=io.StringIO()))
-    assert (seen["vocabulary"], seen["train"], seen["measured"]) == (3, 3, True)
+    assert (seen["vocabulary"], seen["train"], seen["measured"]) == (5, 3, True)
     assert (seen["data"].records, seen["data"].tokens) == (3, 1 + 2 + 3)
 
 
