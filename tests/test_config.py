@@ -25,7 +25,8 @@ from drafters.config import (
     TrainerConfig,
     TrainRun,
 )
-from drafters.config_check import check, describe, freeze, keys, leaves, to_dict, validate
+from drafters.config_allowed import describe, keys, leaves
+from drafters.config_check import check, freeze, to_dict, validate
 from drafters.errors import ConfigError
 from tests.helpers import CONF, complaint, composed, settings
 

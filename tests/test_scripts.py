@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from drafters.config import FAMILIES, GROUPS, RUNS
-from drafters.config_check import leaves
+from drafters.config_allowed import leaves
 from drafters.config_export import FIELD, SOURCE
 from drafters.errors import ConfigError, TargetError
 from tests.helpers import CONF, ROOT

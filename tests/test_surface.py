@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from drafters.config import RUNS, SamplingConfig
-from drafters.config_check import leaves
+from drafters.config_allowed import leaves
 from tests.helpers import CONF, settings
 
 TARGET = """

@@ -26,7 +26,8 @@ from rich.tree import Tree
 
 from drafters.artifacts import atomic_write_text
 from drafters.config import GROUPS, RUNS, Section, TrainRun
-from drafters.config_check import describe, keys, no_value, to_dict, unknown_key, validate
+from drafters.config_allowed import describe, keys, no_value, unknown_key
+from drafters.config_check import to_dict, validate
 from drafters.config_export import FIELD, SOURCE
 from drafters.config_store import register
 from drafters.errors import ConfigError, OutriderError

@@ -94,11 +94,11 @@ class BatchInputs:
 
 
 class CachedFeatures(_Teaching):
-    """Runs the target once per document, alone, and keeps what it said in a FeatureStore.
+    """Runs the target once per document and keeps what it said in a FeatureStore.
 
-    A document is run by itself so that its numbers do not depend on its neighbours in a row: a resumed run reads
-    what another one would have computed. Documents that were stored while the responses were collected are read
-    from there.
+    Where a document of a row is missing the whole row is run, whichever of its neighbours are stored already: what is
+    computed then is what an interrupted run computed there. Documents that were stored while the responses were
+    collected are read from there.
     """
 
     def __init__(
@@ -137,12 +137,7 @@ class CachedFeatures(_Teaching):
 
     def __call__(self, batch: Batch, layout: Layout) -> Features:
         """Return the Features of a batch, from the store where it has them."""
-        found = []
-        for row in range(batch.ids.shape[0]):
-            documents = batch.document_ids[row]
-            for number in range(int(documents.max()) + 1):
-                where = documents == number
-                found.append(self._document(batch.ids[row][where], batch.loss_mask[row][where]))
+        found = [entry for row in range(batch.ids.shape[0]) for entry in self._row(batch, row)]
         if not found:
             size = self.target.hidden_size
             empty = torch.empty(0, dtype=torch.int64)
@@ -150,20 +145,36 @@ class CachedFeatures(_Teaching):
         taps, last, choice = (torch.cat([entry[name] for entry in found]) for name in ("taps", "last", "choice"))
         return self._features(taps, last, choice)
 
-    def _document(self, ids: Tensor, answers: Tensor) -> dict[str, Tensor]:
-        key = document_key(ids, answers)
+    def _row(self, batch: Batch, row: int) -> list[dict[str, Tensor]]:
+        """What the store holds of each document of a row, computed first where it is missing."""
+        ids, answers, numbers = batch.ids[row], batch.loss_mask[row], batch.document_ids[row]
+        documents = [numbers == number for number in range(int(numbers.max()) + 1)]
+        keys = [document_key(ids[where], answers[where]) for where in documents]
+        found = [self._stored(key) for key in keys]
+        if None not in found:
+            return found
+        device, end = self.target.device, int((numbers >= 0).sum())  # filler comes last
+        mask = mask4d(numbers[None, :end].to(device))
+        positions = batch.position_ids[row, :end][None].to(device)
+        taps, last = self.target.hidden(ids[None, :end].to(device), positions, mask, self.store.taps)
+        for key, where, known in zip(keys, documents, found):
+            if known is None:
+                where = where[:end]
+                self._put(key, taps[0, where], last[0, where], ids[:end][where], answers[:end][where])
+        return [self._stored(key) for key in keys]
+
+    def _stored(self, key: str) -> dict[str, Tensor] | None:
         for store in (self.store, *self.collected):
             found = store.get(key, self.taps)
             if found is not None:
                 return found
-        device = self.target.device
-        mask = torch.ones(len(ids), len(ids), dtype=torch.bool, device=device).tril()[None, None]
-        positions = torch.arange(len(ids), device=device)[None]
-        taps, last = self.target.hidden(ids[None].to(device), positions, mask, self.store.taps)
-        last = last[0, :-1][answers[1:].to(device)]
+        return None
+
+    def _put(self, key: str, taps: Tensor, last: Tensor, ids: Tensor, answers: Tensor) -> None:
+        """Keeps a document's taps [T, K*Ht], and where it answers its last states [T, Ht] and the target's choices."""
+        last = last[:-1][answers[1:].to(last.device)]
         choice = ids[1:][answers[1:]] if self.greedy else target_choice(self.target, last)
-        self.store.put(key, taps[0, :-1], last, choice)
-        return self.store.get(key, self.taps)
+        self.store.put(key, taps[:-1], last, choice)
 
     def flush(self) -> None:
         """Write what is still in memory."""

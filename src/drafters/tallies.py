@@ -63,12 +63,3 @@ def flatten(result: dict[str, Any]) -> dict[str, float]:
         else:
             values[f"eval/{name}"] = float(value)
     return values
-
-
-def summary(values: dict[str, float]) -> str:
-    """One line for people: loss, first-draft accuracy, speed."""
-    return (
-        f"loss {values['train/loss']:.3f}  acc_0 {values.get('train/acc_0', 0.0):.3f}  "
-        f"depth {values['train/ttt_steps']}  lr {values['train/lr']:.2e}  "
-        f"{values['perf/tokens_per_s']:.0f} tokens/s"
-    )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters import checkpoint, engine
 from drafters.artifacts import joined_folders
@@ -28,9 +26,10 @@ from drafters.logger import Logger
 from drafters.models.base import Drafter
 from drafters.schedule import depth_at, hold_out, learning_rate, seed_of, stop_requests
 from drafters.store import FOLDER
-from drafters.tallies import Clock, Window, flatten, means, simulated_acceptance_length, summary
+from drafters.tallies import Clock, Window, flatten, means, simulated_acceptance_length
 from drafters.target import DTYPES, Target
 from drafters.threads import set_threads
+from drafters.training_display import shown
 from drafters.training_facts import TrainingFacts
 
 log = logging.getLogger(__name__)
@@ -40,6 +39,7 @@ LAST, BEST = "last", "best"
 CADENCE = frozenset({"eval_every", "save_every", "log_every", "num_threads", "feature_store"})
 
 Evaluate = Callable[[Drafter], dict[str, Any]]
+LayOut = Callable[[nn.Module], object]
 
 
 class TrainingError(OutriderError):
@@ -71,8 +71,9 @@ class Trainer:
         evaluate: Evaluate | None,
         logger: Logger,
         console: Console,
+        lay_out: LayOut | None = None,
     ) -> None:
-        self.drafter, self.target, self.cfg = drafter, target, cfg
+        self.drafter, self.target, self.cfg, self.lay_out = drafter, target, cfg, lay_out
         self.evaluate, self.logger, self.console = evaluate, logger, console
         self.folder = Path(out_dir) / "checkpoints"
         self.device = target.device
@@ -142,6 +143,8 @@ class Trainer:
         own = self.drafter.clone().to(self.device, DTYPES[cfg.trainer.dtype])
         own.bind(self.target)
         graph, accumulation = own.training_graph(cfg.drafter, self.target), len(self.batches.step(0))
+        if self.lay_out is not None and not self.drafter.runs_target:
+            self.lay_out(self.target.model)  # from here on it runs, and lends no more weights
         self.engine = engine.make_engine(graph, cfg, accumulation, own.rate_group)
         if found is not None:
             tensors = checkpoint.load_optimizer(found, self.rank, self.world_size)
@@ -306,14 +309,14 @@ class Trainer:
         """Train to the end, or to the first stop request; leaves the weights in the caller's drafter."""
         self._start()
         cadence, stopped = self.cfg.trainer, False
-        with stop_requests() as asked, self._progress() as advance:
+        with stop_requests() as asked, shown(self.console, self.total, self.step, self.rank) as show:
             while self.step < self.total and not stopped:
                 with self.window, self.clock:
                     norm = self._take_step()
                 self.step += 1
                 done = self.step == self.total
                 if self.step % cadence.log_every == 0 or done:
-                    advance(self._log(norm))
+                    show(self.step, self._log(norm))
                 stopped = self._agreed(asked())
                 if (self.step % cadence.eval_every == 0 or done) and not stopped:
                     self._measure()
@@ -322,22 +325,6 @@ class Trainer:
         self._refresh()
         stopped = stopped and self.step < self.total
         return TrainResult(self.step, self.total, stopped, self.best_value, self.best_step, self._facts())
-
-    @contextmanager
-    def _progress(self) -> Iterator[Callable[[dict[str, float]], None]]:
-        """Yield a function that shows a log line: a bar on a terminal, one line each elsewhere."""
-        if self.rank != 0 or not self.console.is_terminal:
-            yield self._print_line
-            return
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                   TextColumn("{task.fields[text]}"))  # fmt: skip
-        with Progress(*columns, console=self.console) as bar:
-            task = bar.add_task("training", total=self.total, completed=self.step, text="")
-            yield lambda values: bar.update(task, completed=self.step, text=summary(values))
-
-    def _print_line(self, values: dict[str, float]) -> None:
-        if self.rank == 0:
-            log.info("step %d/%d: %s", self.step, self.total, summary(values))
 
 
 def train(
@@ -349,10 +336,12 @@ def train(
     evaluate: Evaluate | None,
     logger: Logger,
     console: Console,
+    lay_out: LayOut | None = None,
 ) -> TrainResult:
     """Train `drafter` (vocabulary and embedding bound) on response records; checkpoints go to out_dir/checkpoints.
 
     `evaluate` maps the drafter to numbers for the log (acceptance_length decides which checkpoint is `best`), or
-    None. Raises TrainingError at the first non-finite number, ContractError when a checkpoint is of another run.
+    None. lay_out: makes the target's model faster to run, in place, once the drafter has what it takes from it. Raises
+    TrainingError at the first non-finite number, ContractError when a checkpoint is of another run.
     """
-    return Trainer(drafter, target, records, cfg, out_dir, evaluate, logger, console).run()
+    return Trainer(drafter, target, records, cfg, out_dir, evaluate, logger, console, lay_out).run()

@@ -58,8 +58,9 @@ from runtime.beginning import make_drafter
 from runtime.collecting import generator, recording
 from runtime.compare import compare
 from runtime.engine import Engine
-from runtime.evaluate import eval_prompts, evaluate, measure, quick_acceptance
+from runtime.evaluate import borrowed, eval_prompts, evaluate, measure, quick_acceptance
 from runtime.importing import import_drafter
+from runtime.packing import prepare
 from runtime.terminal import chat, generate_once
 
 log = logging.getLogger(__name__)
@@ -212,7 +213,8 @@ def run_train(run: TrainRun, console: Console) -> dict[str, Any] | None:
         return quick_acceptance((model, taps), target, quick, run.runtime, run.eval.max_new_tokens)
 
     try:
-        result = train(drafter, target, records, run, out_dir, acceptance, logger, console)
+        with borrowed(target):
+            result = train(drafter, target, records, run, out_dir, acceptance, logger, console, prepare)
         return _finish(run, drafter, target, responses, held_out, result, console, logger)
     finally:
         logger.close()

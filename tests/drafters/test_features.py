@@ -97,6 +97,25 @@ def test_read_back_equals_computed_whatever_the_neighbours(tiny_target, t2d, tmp
     assert order[: sizes[2]].equal(fresh.taps[sizes[0] + sizes[1] :])
 
 
+def test_what_is_missing_of_a_row_is_computed_as_the_whole_row_was(tiny_target, t2d, tmp_path, monkeypatch):
+    """As after a kill between two shards: some documents of a row were written, their neighbours were not."""
+    batch = batch_of((0, 1, 2))
+    layout = make_layout(batch, 2)
+    monkeypatch.setattr(store_module, "SHARD_BYTES", 1)  # a shard per document
+    whole = store(tiny_target, t2d, tmp_path / "whole")(batch, layout)
+    store(tiny_target, t2d, tmp_path / "cut")(batch, layout)
+    for lost in shards(tmp_path / "cut")[1:]:
+        lost.unlink()
+    runs, hidden = [], type(tiny_target).hidden
+    spy = lambda self, ids, *rest: runs.append(ids.shape) or hidden(self, ids, *rest)  # noqa: E731
+    monkeypatch.setattr(type(tiny_target), "hidden", spy)
+    resumed = store(tiny_target, t2d, tmp_path / "cut")
+    assert same(whole, resumed(batch, layout))
+    length = sum(len(r.prompt_ids) + len(r.response_ids) for r in RECORDS[:3])
+    assert runs == [(1, length)]  # one forward, without the filler
+    assert same(whole, resumed(batch, layout)) and len(runs) == 1
+
+
 def test_all_filler_batch(tiny_target, t2d, tmp_path):
     batch = batch_of(())
     found = store(tiny_target, t2d, tmp_path)(batch, make_layout(batch, 2))

@@ -6,9 +6,11 @@ import io
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from runtime import pipeline
+from runtime.packing import PackedLinear
 from tests.helpers import settings
 
 
@@ -48,10 +50,24 @@ def test_another_models_folder_does_not_take_the_kept_answers(taken, tmp_path):
     assert taken == ["collected"]
 
 
+class Model(torch.nn.Module):
+    """As much of a transformers model as is lent."""
+
+    config = SimpleNamespace(_attn_implementation="sdpa")
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4, bias=False)
+
+    def set_attn_implementation(self, name):
+        assert name == "sdpa"
+
+
 def test_max_records_trains_on_the_first_and_counts_them_but_all_give_the_vocabulary(monkeypatch, tmp_path):
     records = [SimpleNamespace(id=str(i), response_ids=[1] * i) for i in range(1, 6)]
     seen = {}
-    monkeypatch.setattr(pipeline.Target, "load", lambda cfg: SimpleNamespace(num_layers=30))
+    target = SimpleNamespace(num_layers=30, model=Model())
+    monkeypatch.setattr(pipeline.Target, "load", lambda cfg: target)
     monkeypatch.setattr(pipeline, "held_out_prompts", lambda run: [])
     meta = {"settings": {"data.source": "builtin"}}
     monkeypatch.setattr(pipeline, "find_responses", lambda *args: SimpleNamespace(records=records, meta=meta))
@@ -60,9 +76,13 @@ def test_max_records_trains_on_the_first_and_counts_them_but_all_give_the_vocabu
         pipeline, "make_drafter", lambda run, target, given: seen.update(vocabulary=len(given)) or drafter
     )
     result = SimpleNamespace(stopped=False, facts=None)
-    monkeypatch.setattr(
-        pipeline, "train", lambda drafter, target, given, *rest: seen.update(train=len(given)) or result
-    )
+
+    def train(drafter, target, given, *rest):
+        rest[-1](target.model)
+        seen.update(train=len(given), layers=type(target.model.layer))
+        return result
+
+    monkeypatch.setattr(pipeline, "train", train)
     monkeypatch.setattr(pipeline.checkpoint, "find", lambda folder: None)
     monkeypatch.setattr(
         pipeline, "export_and_measure", lambda run, drafter, target, data, *rest: seen.update(data=data)
@@ -71,6 +91,8 @@ def test_max_records_trains_on_the_first_and_counts_them_but_all_give_the_vocabu
     pipeline.run_train(settings("train", *overrides), Console(file=io.StringIO()))
     assert (seen["vocabulary"], seen["train"], seen["measured"]) == (5, 3, True)
     assert (seen["data"].records, seen["data"].tokens) == (3, 1 + 2 + 3)
+    # The target is laid out for its forwards, and whole again for what is exported.
+    assert seen["layers"] is PackedLinear and type(target.model.layer) is torch.nn.Linear
 
 
 def test_every_mode_of_serve_has_its_job(monkeypatch):
