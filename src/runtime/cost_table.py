@@ -63,37 +63,42 @@ def measure(
 ) -> Measured:
     """Times verify(rows, width) and draft(rows, depth) for at most MEASURE_SECONDS, cheap cells first.
 
-    sizes: largest batch, width and depth. Both calls must return only when the device is done. Each cell is the
-    faster of two calls where the time allows two; cells that would not fit, judged by those measured so far, are
-    left out. Width 1, one larger width and the deepest draft are measured whatever they take.
+    sizes: largest batch, width and depth. Both calls must return only when the device is done. Cells that would not
+    fit, judged by those measured so far, are left out; then all are timed once more while the time lasts, and the
+    faster call counts: a moment in which the machine is busy with something else then spoils no run of neighbours.
+    Width 1, one larger width and the deepest draft are measured whatever they take.
     """
     rows, width, depth = sizes
     found = Measured({}, {})
     start = clock()
 
     def take(table: dict[Cell, float], call: Callable[[int, int], object], cell: Cell) -> None:
-        for _ in range(2):
-            before = clock()
-            call(*cell)
-            seconds = clock() - before
-            table[cell] = min(seconds, table.get(cell, seconds))
-            if clock() - start + seconds > MEASURE_SECONDS:
-                return
+        before = clock()
+        call(*cell)
+        seconds = clock() - before
+        table[cell] = min(seconds, table.get(cell, seconds))
+
+    def fits(seconds: float) -> bool:
+        return clock() - start + seconds <= MEASURE_SECONDS
 
     must = [(1, 1)] + ([(1, min(SECOND_WIDTH, width))] if width > 1 else [])
-    for cell in must:
-        take(found.verify, verify, cell)
-    if depth:
-        take(found.draft, draft, (1, depth))
+    first = [(found.verify, verify, cell) for cell in must] + ([(found.draft, draft, (1, depth))] if depth else [])
+    for table, call, cell in first:
+        take(table, call, cell)
+        if fits(table[cell]):  # the first call of all may have been a cold one, and the others are judged by these
+            take(table, call, cell)
     rest = {(b, w) for b in {1, rows} for w in widths(width)}.difference(must)
     drafts = [cell for cell in ((1, 1), (rows, depth), (rows, 1)) if depth and cell not in found.draft]
     for b, d in dict.fromkeys(drafts):
-        guess = max(found.draft.values()) * (_by_total(found.verify, b) / _by_total(found.verify, 1))
-        if clock() - start + guess <= MEASURE_SECONDS:
+        if fits(max(found.draft.values()) * (_by_total(found.verify, b) / _by_total(found.verify, 1))):
             take(found.draft, draft, (b, d))
     for cell in sorted(rest, key=lambda cell: (cell[0] * cell[1], cell)):
-        if clock() - start + _by_total(found.verify, cell[0] * cell[1]) <= MEASURE_SECONDS:
+        if fits(_by_total(found.verify, cell[0] * cell[1])):
             take(found.verify, verify, cell)
+    again = [(table, call, cell) for table, call in ((found.draft, draft), (found.verify, verify)) for cell in table]
+    for table, call, cell in sorted(again, key=lambda each: each[0][each[2]]):
+        if fits(table[cell]):
+            take(table, call, cell)
     return found
 
 

@@ -87,6 +87,23 @@ def test_a_slow_first_call_is_not_taken_for_the_cost():
     assert list(found.verify.values()) == [pytest.approx(0.01)] * 6
 
 
+@pytest.mark.parametrize("busy", [0.0, 0.1, 0.2, 0.3])
+def test_a_busy_moment_spoils_no_cell(busy):
+    """For a tenth of a second everything takes three times as long, whenever that is."""
+    clock = Clock(None, None)
+
+    def seconds(usual: float) -> float:
+        return usual * (3 if busy <= clock.now < busy + 0.1 else 1)
+
+    clock.costs = {
+        "verify": lambda rows, width: seconds(0.02 + 0.001 * width),
+        "draft": lambda rows, depth: seconds(0.002 * depth),
+    }
+    found = clock.measure((1, 16, 5))
+    assert found.verify == {(1, w): pytest.approx(0.02 + 0.001 * w) for w in widths(16)}
+    assert found.draft == {(1, d): pytest.approx(0.002 * d) for d in (1, 5)}
+
+
 def test_without_a_drafter_to_time_no_draft_is_timed():
     clock = Clock(lambda rows, width: 0.01, lambda rows, depth: 0.01)
     assert clock.measure((1, 1, 0)) == Measured({(1, 1): pytest.approx(0.01)}, {})
