@@ -188,9 +188,8 @@ class CostTable:
 
     def draft_between(self, levels: float, rows: int) -> float:
         """Seconds of drafts of so many levels on average, 1 or more."""
-        whole = int(levels)
-        low = self.draft(whole, rows)
-        return low if whole == levels else low + (levels - whole) * (self.draft(whole + 1, rows) - low)
+        known = self._draft.row(self._batch_at[rows])
+        return float(np.interp(levels, np.arange(1, len(known) + 1), known))
 
     def drafts(self, depth: int, rows: int) -> np.ndarray:
         """The same for depths 1 to `depth`."""

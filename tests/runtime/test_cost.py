@@ -182,9 +182,8 @@ def test_a_drafter_that_turns_good_is_taken_up_again(asking):
 
 @ASKING
 def test_exploring_a_losing_drafter_goes_on_but_stays_within_its_share(asking):
-    world = World(model(CLIFF, 0.2, asking=asking), lambda depth: chain([0.3] * depth), lambda *_: 0.1, CLIFF, 0.2).run(
-        3000
-    )
+    losing = model(CLIFF, 0.2, asking=asking)
+    world = World(losing, lambda depth: chain([0.3] * depth), lambda *_: 0.1, CLIFF, 0.2).run(3000)
     drafted = [number for number, width in enumerate(world.widths) if width > 1]
     assert max(drafted) > 2500  # never given up for good
     assert world.model.explored <= SHARE * world.seconds

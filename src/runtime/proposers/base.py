@@ -31,6 +31,11 @@ class Budget:
     drawn: bool = False
     deeper: Callable[[str, int, dict[int, float]], bool] | None = None
 
+    @property
+    def reach(self) -> int:
+        """Depth of the deepest node there is room for: a path takes a node a level, the root one more."""
+        return min(self.depth, self.nodes - 1)
+
 
 class Proposer(ABC):
     """Drafts trees for rows; it may change the speed of a request, never its text.

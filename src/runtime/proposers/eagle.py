@@ -133,7 +133,7 @@ class EagleProposer(Proposer):
     def _grow(self, rows: list[int], out: Tensor, budgets: list[Budget]) -> list[DraftTree]:
         """Trees of the best continuations, found level by level; out: [B, H]."""
         batch, k, device = len(rows), self.top_k, self.device
-        depth = max(min(budget.depth, budget.nodes - 1) for budget in budgets)
+        depth = max(budget.reach for budget in budgets)
         lengths = torch.tensor([self._rows[row].length for row in rows], device=device)
         width = max(self._rows[row].length for row in rows) + k * depth
         base = torch.arange(width, device=device) < lengths[:, None]  # [B, width]

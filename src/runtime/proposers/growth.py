@@ -58,8 +58,8 @@ def goes_deeper(source: str, budgets: Mapping[int, Budget], level: int, best: Ca
     deeper = next(iter(budgets.values())).deeper
     if deeper is None:
         return True
-    allowed = {row: min(budget.depth, budget.nodes - 1) for row, budget in budgets.items()}
-    return deeper(source, level, {row: chance for row, chance in zip(budgets, best()) if level < allowed[row]})
+    chances = zip(budgets.items(), best())
+    return deeper(source, level, {row: chance for (row, budget), chance in chances if level < budget.reach})
 
 
 def fixed_shape(nodes: int, depth: int, top_k: int) -> list[list[int]]:

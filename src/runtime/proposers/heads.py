@@ -161,7 +161,7 @@ class HeadsProposer(Proposer):
     def _grow(self, rows: list[int], states: Tensor, budgets: list[Budget]) -> list[DraftTree]:
         """Trees of the best continuations, found level by level; states: [B, D]."""
         found = Candidates(len(rows), max(budget.nodes for budget in budgets), self.device)
-        depth = min(self.depth, max(min(budget.depth, budget.nodes - 1) for budget in budgets))
+        depth = min(self.depth, max(budget.reach for budget in budgets))
         state = states[:, None]
         for level in range(1, depth + 1):
             if level > 1 and not goes_deeper(self.name, dict(zip(rows, budgets)), level - 1, found.best):

@@ -143,7 +143,7 @@ class SmallProposer(Proposer):
 
     def _width(self, budget: Budget, level: int) -> int:
         """Children at a level, known before any is chosen: one each to the full depth, what is left from the top."""
-        depth = min(budget.depth, budget.nodes - 1)
+        depth = budget.reach
         if level > depth:
             return 0
         spare = budget.nodes - 1 - depth - (level - 1) * (self.top_k - 1)
