@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafters.attention_kinds import as_given, attention_windows, text_masks
 from drafters.errors import ArtifactError, ConfigError, TargetError
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ class TunedTarget:
     def __init__(self, model: PreTrainedModel, shape: LoraShape, factors: Mapping[str, nn.Parameter]) -> None:
         """Shares every tensor of `model`, which stays as it is; factors by peft's names."""
         self.model = attach(share(model), shape, factors).eval()
+        self.windows = attention_windows(model.config.get_text_config(), model.name_or_path)
         self._dropouts = [layer.lora_dropout for _, layer in lora_layers(self.model)]
 
     def train(self, mode: bool) -> None:
@@ -240,7 +242,8 @@ class TunedTarget:
     def last_hidden(self, ids: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         """Last hidden state after the final norm [B, T, Ht]; ids, position_ids [B, T], mask bool [B, 1, T, T]."""
         backbone = self.model.get_base_model().base_model
-        out = backbone(input_ids=ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+        masks = as_given(text_masks(self.windows, mask, position_ids))
+        out = backbone(input_ids=ids, position_ids=position_ids, attention_mask=masks, use_cache=False)
         return out.last_hidden_state
 
     @torch.no_grad()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from drafters.losses import make_teacher
 from drafters.models.layout import Features, Inputs, Layout
 from drafters.store import FeatureStore, document_key, wider_stores
 from drafters.target import Target, default_taps
+from drafters.threads import side_by_side
 
 log = logging.getLogger(__name__)
 
 LOGIT_ELEMENTS = 1 << 23
+AHEAD = 2  # batches per thread that are computed together: with few documents the last one is waited for
 
 
 def target_choice(target: Target, last_hidden: Tensor) -> Tensor:
@@ -35,10 +38,28 @@ def shared_taps(target: Target, taps: tuple[int, ...] = ()) -> tuple[int, ...]:
     return tuple(sorted({*usual, *taps}))
 
 
+class _Document(NamedTuple):
+    """One text of a batch: ids int64 [T] and which of them are the answer, bool [T]."""
+
+    key: str
+    ids: Tensor
+    answers: Tensor
+
+
+def _documents(batch: Batch) -> list[_Document]:
+    found = []
+    for ids, answers, numbers in zip(batch.ids, batch.loss_mask, batch.document_ids):
+        for number in range(int(numbers.max()) + 1):
+            where = numbers == number
+            found.append(_Document(document_key(ids[where], answers[where]), ids[where], answers[where]))
+    return found
+
+
 class FeatureSource(Protocol):
     """Turns a batch and its layout into what a training graph reads of them, on the training device."""
 
-    def __call__(self, batch: Batch, layout: Layout) -> Features | Inputs: ...
+    def __call__(self, batch: Batch, layout: Layout, later: Iterable[Batch] = ()) -> Features | Inputs:
+        """later: batches that are asked for next, in order."""
 
     def flush(self) -> None:
         """Put what is still in memory where a resumed run finds it."""
@@ -65,7 +86,7 @@ class _Teaching:
 class OnlineFeatures(_Teaching):
     """Runs the target on every packed row, every time; stores nothing."""
 
-    def __call__(self, batch: Batch, layout: Layout) -> Features:
+    def __call__(self, batch: Batch, layout: Layout, later: Iterable[Batch] = ()) -> Features:
         """Return the Features of a batch."""
         device = self.target.device
         mask = mask4d(batch.document_ids.to(device))
@@ -84,7 +105,7 @@ class BatchInputs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(self, batch: Batch, layout: Layout) -> Inputs:
+    def __call__(self, batch: Batch, layout: Layout, later: Iterable[Batch] = ()) -> Inputs:
         """Return the Inputs of a batch."""
         mask = mask4d(batch.document_ids.to(self.device))
         return Inputs(batch.ids.to(self.device), batch.position_ids.to(self.device), mask)
@@ -96,9 +117,8 @@ class BatchInputs:
 class CachedFeatures(_Teaching):
     """Runs the target once per document and keeps what it said in a FeatureStore.
 
-    Where a document of a row is missing the whole row is run, whichever of its neighbours are stored already: what is
-    computed then is what an interrupted run computed there. Documents that were stored while the responses were
-    collected are read from there.
+    Each document is run by itself: what is computed depends on nothing else, and a CPU's threads take one each.
+    Documents that were stored while the responses were collected are read from there.
     """
 
     def __init__(
@@ -135,9 +155,16 @@ class CachedFeatures(_Teaching):
                 f"{free / 1e9:.2f} GB free. Set trainer.features=online, fewer prompts, or another output_dir."
             )
 
-    def __call__(self, batch: Batch, layout: Layout) -> Features:
-        """Return the Features of a batch, from the store where it has them."""
-        found = [entry for row in range(batch.ids.shape[0]) for entry in self._row(batch, row)]
+    def __call__(self, batch: Batch, layout: Layout, later: Iterable[Batch] = ()) -> Features:
+        """Return the Features of a batch, from the store where it has them.
+
+        Where it lacks one it computes those of the batches that come later too: more documents than threads.
+        """
+        documents = _documents(batch)
+        if self._missing(documents):
+            ahead = islice(later, AHEAD * torch.get_num_threads())
+            self._compute(self._missing([*documents, *chain.from_iterable(map(_documents, ahead))]))
+        found = [self._stored(document.key) for document in documents]
         if not found:
             size = self.target.hidden_size
             empty = torch.empty(0, dtype=torch.int64)
@@ -145,36 +172,32 @@ class CachedFeatures(_Teaching):
         taps, last, choice = (torch.cat([entry[name] for entry in found]) for name in ("taps", "last", "choice"))
         return self._features(taps, last, choice)
 
-    def _row(self, batch: Batch, row: int) -> list[dict[str, Tensor]]:
-        """What the store holds of each document of a row, computed first where it is missing."""
-        ids, answers, numbers = batch.ids[row], batch.loss_mask[row], batch.document_ids[row]
-        documents = [numbers == number for number in range(int(numbers.max()) + 1)]
-        keys = [document_key(ids[where], answers[where]) for where in documents]
-        found = [self._stored(key) for key in keys]
-        if None not in found:
-            return found
-        device, end = self.target.device, int((numbers >= 0).sum())  # filler comes last
-        mask = mask4d(numbers[None, :end].to(device))
-        positions = batch.position_ids[row, :end][None].to(device)
-        taps, last = self.target.hidden(ids[None, :end].to(device), positions, mask, self.store.taps)
-        for key, where, known in zip(keys, documents, found):
-            if known is None:
-                where = where[:end]
-                self._put(key, taps[0, where], last[0, where], ids[:end][where], answers[:end][where])
-        return [self._stored(key) for key in keys]
+    def _stores(self, key: str) -> Iterator[FeatureStore]:
+        return (store for store in (self.store, *self.collected) if key in store)
 
-    def _stored(self, key: str) -> dict[str, Tensor] | None:
-        for store in (self.store, *self.collected):
-            found = store.get(key, self.taps)
-            if found is not None:
-                return found
-        return None
+    def _missing(self, documents: Iterable[_Document]) -> list[_Document]:
+        """Those that no store holds, each once."""
+        lacking = {document.key: document for document in documents if not any(self._stores(document.key))}
+        return list(lacking.values())
 
-    def _put(self, key: str, taps: Tensor, last: Tensor, ids: Tensor, answers: Tensor) -> None:
-        """Keeps a document's taps [T, K*Ht], and where it answers its last states [T, Ht] and the target's choices."""
-        last = last[:-1][answers[1:].to(last.device)]
-        choice = ids[1:][answers[1:]] if self.greedy else target_choice(self.target, last)
-        self.store.put(key, taps[:-1], last, choice)
+    def _stored(self, key: str) -> dict[str, Tensor]:
+        return next(self._stores(key)).get(key, self.taps)
+
+    def _compute(self, documents: list[_Document]) -> None:
+        documents = sorted(documents, key=lambda document: len(document.ids), reverse=True)  # the longest first
+        alone = self.target.device.type != "cpu" or self.target.follows_length
+        found = map(self._run, documents) if alone else side_by_side(self._run, documents)
+        for document, tensors in zip(documents, found):
+            self.store.put(document.key, *tensors)
+
+    def _run(self, document: _Document) -> tuple[Tensor, Tensor, Tensor]:
+        """A document's taps [T - 1, K*Ht]; of its answer the last states [A, Ht] and the target's choices [A]."""
+        ids, answers = document.ids.to(self.target.device), document.answers.to(self.target.device)[1:]
+        positions = torch.arange(len(ids), device=self.target.device)
+        taps, last = self.target.hidden(ids[None], positions[None], None, self.store.taps)
+        last = last[0, :-1][answers]
+        choice = ids[1:][answers] if self.greedy else target_choice(self.target, last)
+        return taps[0, :-1], last, choice
 
     def flush(self) -> None:
         """Write what is still in memory."""

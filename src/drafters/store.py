@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafters.artifacts import atomic_write_json
 from drafters.errors import ArtifactError
 from drafters.target import Target
 
@@ -52,7 +53,10 @@ class FeatureStore:
         self.taps, self.rank = taps, rank
         self._size = target.hidden_size
         self.bytes_per_token = 2 * (len(taps) + 1) * target.hidden_size
-        atomic_write_json(self.folder / "store.json", {"target": target.name, **identity})
+        about = self.folder / "store.json"
+        if not about.exists():
+            with self._own_file(about) as temp:
+                temp.write_text(json.dumps({"target": target.name, **identity}, indent=2), encoding="utf-8")
         self._index: dict[str, _Entry] = {}
         self._open: dict[Path, safe_open] = {}
         self._fresh: dict[str, dict[str, Tensor]] = {}
@@ -66,6 +70,9 @@ class FeatureStore:
     def free(self) -> int:
         """Bytes the disk has left."""
         return shutil.disk_usage(self.folder).free
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._fresh or key in self._index
 
     def get(self, key: str, taps: tuple[int, ...]) -> dict[str, Tensor] | None:
         """A document's tensors with these of the taps, None where the store lacks it; ArtifactError when damaged."""
@@ -94,13 +101,20 @@ class FeatureStore:
             return
         tensors = {f"{key}.{name}": t.contiguous() for key, entry in self._fresh.items() for name, t in entry.items()}
         checksums = {key: str(_checksum(entry)) for key, entry in self._fresh.items()}
-        count = len(list(self.folder.glob(f"{self.rank:05d}-*.safetensors")))
-        path = self.folder / f"{self.rank:05d}-{count:06d}.safetensors"
-        temp = path.with_suffix(".tmp")
-        save_file(tensors, temp, metadata=checksums)
-        os.replace(temp, path)
+        # Named by what it holds: no shard is ever written over, whoever else writes here or deletes one.
+        digest = hashlib.sha256("".join(sorted(checksums)).encode()).hexdigest()
+        path = self.folder / f"{self.rank:05d}-{digest[:16]}.safetensors"
+        with self._own_file(path) as temp:
+            save_file(tensors, temp, metadata=checksums)
         self._fresh = {}
         self._register(path)
+
+    @contextmanager
+    def _own_file(self, path: Path) -> Iterator[Path]:
+        """A name to write to, put in place of `path` at the end; this process's, for several may share the store."""
+        temp = path.with_suffix(f".{os.getpid()}.tmp")
+        yield temp
+        os.replace(temp, path)
 
     def _register(self, path: Path) -> None:
         try:

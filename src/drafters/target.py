@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from drafters.adapter import Adapter, can_be_tuned, merge, share
+from drafters.attention_kinds import Windows, as_given, attention_windows, text_masks
 from drafters.config import TargetConfig
 from drafters.contract import hash_config, hash_template, hash_tokenizer, hash_weights
 from drafters.errors import TargetError
@@ -176,16 +177,30 @@ class Target:
         """The decoder without its head."""
         return self.model.base_model
 
+    @cached_property
+    def follows_length(self) -> bool:
+        """Whether a forward changes what the next one reads: rotary angles that follow the longest text so far."""
+        told = repr(getattr(self.text_config, "rope_parameters", None))
+        return "dynamic" in told or "longrope" in told
+
+    @cached_property
+    def windows(self) -> Windows:
+        """Its layer types and how many positions each sees; raises TargetError for kinds no drafter can serve."""
+        return attention_windows(self.text_config, self.name)
+
     @torch.no_grad()
-    def hidden(self, ids: Tensor, position_ids: Tensor, mask: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def hidden(
+        self, ids: Tensor, position_ids: Tensor, mask: Tensor | None, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
         """Taps [B, T, len(taps)*Ht] and the last hidden state after the final norm [B, T, Ht].
 
-        ids, position_ids: [B, T]; mask: bool [B, 1, T, T], True where a query may look.
+        ids, position_ids: [B, T]; mask: bool [B, 1, T, T], True where a query may look, None where each row is one
+        text. Layers with a sliding window see that much of it.
         """
         out = self.backbone(
             input_ids=ids,
             position_ids=position_ids,
-            attention_mask=mask,
+            attention_mask=as_given(text_masks(self.windows, mask, position_ids)),
             use_cache=False,
             output_hidden_states=list(taps),
         )

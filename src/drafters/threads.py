@@ -6,12 +6,17 @@ import logging
 import os
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 log = logging.getLogger(__name__)
 
 ROUNDS = 5
+Item, Result = TypeVar("Item"), TypeVar("Result")
 GAIN = 1.15  # a second core must pay at least this much to be worth taking
 
 
@@ -66,3 +71,17 @@ def set_threads(requested: int | None) -> int:
         log.info("threads: %d (probe by count, %s)", requested, shown)
     torch.set_num_threads(requested)
     return requested
+
+
+def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return work(item) of every item, in order: as many at a time as torch has threads, each computed by one.
+
+    A model's products are small: two threads that share them do 1.5 times one's work, two that have a text each
+    twice. A result does not depend on the number of threads.
+    """
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) as pool:
+            return list(pool.map(work, items))
+    finally:
+        torch.set_num_threads(threads)  # a worker's setting is this thread's as well

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,8 @@ class Trainer:
         bad: list[Batch] = []
         norm: Tensor | float | None = None
         for index, (batch, layout) in enumerate(zip(batches, layouts, strict=True)):
-            loss, stats = self.engine(layout, self.features(batch, layout))
+            later = itertools.chain(batches[index + 1 :], self._later())
+            loss, stats = self.engine(layout, self.features(batch, layout, later))
             self.window.stats[:, :depth] += stats
             if not math.isfinite(loss.item()):
                 bad.append(batch)
@@ -193,6 +195,10 @@ class Trainer:
             norm = self.engine.get_global_grad_norm()
             self._check_finite(float(norm) if norm is not None else math.nan, bad, batches)
         return float(norm)
+
+    def _later(self) -> Iterator[Batch]:
+        """This rank's batches of the steps that follow."""
+        return itertools.chain.from_iterable(map(self.batches.step, range(self.step + 1, self.total)))
 
     def _check_finite(self, norm: float, bad: list[Batch], batches: list[Batch]) -> None:
         if not bad and math.isfinite(norm):
@@ -233,10 +239,10 @@ class Trainer:
         length = self.cfg.trainer.row_length
         rows = pack(self.held, length, seed=0, epoch=0)
         rows += [()] * (-len(rows) % self.world_size)
-        for row in rows[self.rank :: self.world_size]:
-            batch = collate(self.held, [row], length)
+        batches = [collate(self.held, [row], length) for row in rows[self.rank :: self.world_size]]
+        for index, batch in enumerate(batches):
             layout = self.drafter.layout(batch, steps)
-            stats += self.engine(layout, self.features(batch, layout))[1]
+            stats += self.engine(layout, self.features(batch, layout, batches[index + 1 :]))[1]
         self.engine.train()
         stats = self._sum(stats).cpu().double()
         values = means("eval", stats, self.cfg.drafter.decay, self.drafter.further_means)

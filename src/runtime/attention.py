@@ -94,14 +94,6 @@ def tree_mask(seen: Tensor, slots: Tensor, ancestors: Tensor, near: Tensor | Non
     return allowed
 
 
-def within(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """bool [B, N, W]: keys less than `window` positions before the query, from positions [B, N] and [B, W].
-
-    By position, never by slot: siblings share one, and a row's slots carry no order.
-    """
-    return queries[..., None] - keys[:, None] < window
-
-
 def additive(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """[B, 1, G*N, W] of 0 and -inf for bool [B, N, W]: made once here, not once per layer."""
     mask = 1 - allowed.to(dtype).reciprocal()  # 1 - 1/1 and 1 - 1/0: filling by a mask is 20 times slower on a CPU

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import get_layer_types_and_kwargs
 
-from drafters.errors import TargetError
+from drafters.attention_kinds import Masks, as_given, within
 from drafters.target import Target
-from runtime.attention import NAME, additive, ancestors_of, tree_mask, within
+from runtime.attention import NAME, additive, ancestors_of, tree_mask
 from runtime.kv_cache import SlotCache
 from runtime.packing import prepare
 from runtime.tree import DraftTree
 
 CHUNK = 512  # prompt tokens per forward once a window hides part of the prompt and masks have to be made
-Masks = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -37,51 +35,12 @@ class Round:
     taps: Tensor | None
 
 
-def attention_windows(target: Target) -> dict[str, int | None]:
-    """Layer types of the target and how many positions each sees (None: all); raises TargetError for other kinds.
-
-    A rejected draft must leave no trace, so each kind has to keep states per token: keys and values.
-    """
-    config = target.text_config
-    kinds, settings = get_layer_types_and_kwargs(config)
-    windows: dict[str, int | None] = {}
-    for layer, (kind, setting) in enumerate(zip(kinds, settings)):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise TargetError(_refusal(target.name, kind, layer))
-        window = setting.get("sliding_window")
-        if windows.setdefault(kind, window) != window:
-            raise TargetError(
-                f"target {target.name!r}: layer {layer} has a sliding window of {window}, layers before it "
-                f"{windows[kind]}; one window per target is supported. Set target.path to another target."
-            )
-    if getattr(config, "use_bidirectional_attention", None):  # only some families have the setting
-        raise TargetError(
-            f"target {target.name!r} sets use_bidirectional_attention=true: its tokens look ahead, so no token can "
-            "be decoded before the next. Set target.path to a causal target."
-        )
-    return windows
-
-
-def _refusal(name: str, kind: str, layer: int) -> str:
-    sequential = kind in ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-    why = (
-        "Such a layer folds all tokens into one running state: siblings of a tree would need a state each, and a "
-        "rejected draft cannot be taken out again, of a chain either, because the cache keeps no earlier states"
-        if sequential
-        else "The cache can take a rejected draft back from full_attention and sliding_attention only"
-    )
-    return (
-        f"target {name!r}: layer {layer} is of kind {kind!r}, supported are full_attention and sliding_attention. "
-        f"{why}. Decode it with transformers' own generate, or set target.path to another target."
-    )
-
-
 class TargetRunner:
     """Runs trees of several rows through the target in one forward."""
 
     def __init__(self, target: Target, num_rows: int, num_slots: int, taps: tuple[int, ...], debug: bool = False):
         """taps: hidden_states indices to return. debug: keep what each run() looked at in `last`, for debug mode."""
-        self.windows = attention_windows(target)
+        self.windows = target.windows
         self.target = target
         self.taps = taps
         self.debug = debug
@@ -166,7 +125,7 @@ class TargetRunner:
         out = self.target.backbone(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            attention_mask=as_given(masks),
             cache=self.cache,
             use_cache=True,
             output_hidden_states=list(self.taps) if self.taps else False,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from drafters.adapter import CONFIG, WEIGHTS, Adapter, LoraShape, TunedTarget, attach, layer_sizes, merge, share
+from drafters.config import TargetConfig
 from drafters.errors import ArtifactError, ConfigError, TargetError
 from drafters.target import Target
 
@@ -75,6 +78,19 @@ def test_switched_off_it_leaves_the_target_to_the_bit(fresh, adapter):
         _, wanted = fresh.hidden(IDS, POSITIONS, MASK, ())
         assert graph.original(IDS, POSITIONS, MASK).equal(wanted)
         assert not graph.last_hidden(IDS, POSITIONS, MASK).equal(wanted)
+
+
+def test_it_sees_no_further_than_the_target_where_a_window_slides():
+    config = MistralConfig(
+        vocab_size=600, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, sliding_window=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    graph = TunedTarget(model, SHAPE, make_adapter(Target(model, None, TargetConfig(), Path())).tensors)
+    with torch.no_grad():
+        wanted = model.base_model(IDS, use_cache=False).last_hidden_state
+    torch.testing.assert_close(graph.original(IDS, POSITIONS, MASK), wanted, rtol=0, atol=1e-5)
 
 
 def test_dropout_is_drawn_in_training_only(fresh, adapter):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
 from drafters import store as store_module
 from drafters.batches import Batch, collate
 from drafters.errors import ArtifactError
-from drafters.features import CachedFeatures, OnlineFeatures, shared_taps
+from drafters.features import AHEAD, CachedFeatures, OnlineFeatures, shared_taps
 from drafters.models.layout import make_layout
 from tests.drafters.training_setup import make_records, new_drafter, run_settings
 
@@ -97,23 +100,76 @@ def test_read_back_equals_computed_whatever_the_neighbours(tiny_target, t2d, tmp
     assert order[: sizes[2]].equal(fresh.taps[sizes[0] + sizes[1] :])
 
 
-def test_what_is_missing_of_a_row_is_computed_as_the_whole_row_was(tiny_target, t2d, tmp_path, monkeypatch):
+@pytest.fixture
+def runs(tiny_target, monkeypatch) -> list[int]:
+    """Lengths of the texts the target is run on, in order."""
+    found, hidden = [], type(tiny_target).hidden
+
+    def spy(self, ids, *rest):
+        found.append(ids.shape[1])
+        return hidden(self, ids, *rest)
+
+    monkeypatch.setattr(type(tiny_target), "hidden", spy)
+    return found
+
+
+def lengths(*records) -> list[int]:
+    return [len(RECORDS[i].prompt_ids) + len(RECORDS[i].response_ids) for i in records]
+
+
+def test_what_is_missing_of_a_row_is_computed_as_it_was_beside_its_neighbours(
+    tiny_target, t2d, tmp_path, monkeypatch, runs
+):
     """As after a kill between two shards: some documents of a row were written, their neighbours were not."""
     batch = batch_of((0, 1, 2))
     layout = make_layout(batch, 2)
     monkeypatch.setattr(store_module, "SHARD_BYTES", 1)  # a shard per document
     whole = store(tiny_target, t2d, tmp_path / "whole")(batch, layout)
     store(tiny_target, t2d, tmp_path / "cut")(batch, layout)
-    for lost in shards(tmp_path / "cut")[1:]:
-        lost.unlink()
-    runs, hidden = [], type(tiny_target).hidden
-    spy = lambda self, ids, *rest: runs.append(ids.shape) or hidden(self, ids, *rest)  # noqa: E731
-    monkeypatch.setattr(type(tiny_target), "hidden", spy)
+    shards(tmp_path / "cut")[1].unlink()
+    runs.clear()
     resumed = store(tiny_target, t2d, tmp_path / "cut")
     assert same(whole, resumed(batch, layout))
-    length = sum(len(r.prompt_ids) + len(r.response_ids) for r in RECORDS[:3])
-    assert runs == [(1, length)]  # one forward, without the filler
+    assert len(runs) == 1 and runs[0] in lengths(0, 1, 2)  # what was lost, alone, without filler
     assert same(whole, resumed(batch, layout)) and len(runs) == 1
+
+
+def test_batches_that_come_later_are_computed_together_with_the_one_that_is_missing(tiny_target, t2d, tmp_path, runs):
+    source, later = store(tiny_target, t2d, tmp_path), [batch_of((1,)), batch_of((0, 2))]
+    rest = iter([*later, *[batch_of((0,))] * 1000])
+    fresh = source(batch_of((0,)), make_layout(batch_of((0,)), 2), rest)
+    assert sorted(runs) == sorted(lengths(0, 1, 2))  # each once
+    assert len(list(rest)) == 1002 - AHEAD * torch.get_num_threads()
+    asked = iter([batch_of((3,))])
+    again = source(batch_of((0, 1)), make_layout(batch_of((0, 1)), 2), asked)
+    assert len(runs) == 3 and list(asked)  # nothing was missing: nobody looked ahead
+    assert again.taps[: len(fresh.taps)].equal(fresh.taps)
+
+
+def test_the_number_of_threads_changes_no_bit(tiny_target, t2d, tmp_path):
+    batch, threads, found = batch_of((0, 1), (2, 3)), torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(store(tiny_target, t2d, tmp_path / str(count))(batch, make_layout(batch, 2)).taps)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0].equal(found[1]) and found[0].equal(found[2])
+
+
+def test_a_target_whose_angles_follow_the_length_reads_one_text_at_a_time(tiny_target, t2d, tmp_path, monkeypatch):
+    monkeypatch.setattr("drafters.features.side_by_side", None)  # any use would raise
+    batch = batch_of((0, 1))
+    with pytest.raises(TypeError):
+        store(tiny_target, t2d, tmp_path)(batch, make_layout(batch, 2))
+    config = copy.deepcopy(tiny_target.text_config)
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    other = replace(tiny_target)
+    monkeypatch.setattr(type(other), "text_config", config)
+    assert other.follows_length and not tiny_target.follows_length
+    found = store(other, t2d, tmp_path)(batch, make_layout(batch, 2))
+    assert len(found.taps) == sum(lengths(0, 1)) - 2
 
 
 def test_all_filler_batch(tiny_target, t2d, tmp_path):
@@ -127,6 +183,37 @@ def test_shards_are_cut_by_size(tiny_target, t2d, tmp_path, monkeypatch):
     source = store(tiny_target, t2d, tmp_path)
     source(batch_of((0, 1)), make_layout(batch_of((0, 1)), 2))
     assert len(shards(tmp_path)) == 2
+
+
+def test_a_shard_is_never_written_over(tiny_target, t2d, tmp_path, monkeypatch):
+    """One is deleted as the error about a damaged file says, or another run writes into the same store."""
+    monkeypatch.setattr(store_module, "SHARD_BYTES", 1)
+    source, other = (store(tiny_target, t2d, tmp_path) for _ in range(2))
+    batch, layout = batch_of((0, 1, 2)), make_layout(batch_of((0, 1, 2)), 2)
+    source(batch, layout)
+    shards(tmp_path)[0].unlink()
+    kept = {path.name: path.read_bytes() for path in shards(tmp_path)}
+    other(batch_of((3,)), make_layout(batch_of((3,)), 2))
+    store(tiny_target, t2d, tmp_path)(batch, layout)
+    assert len(shards(tmp_path)) == 4
+    assert kept.items() <= {path.name: path.read_bytes() for path in shards(tmp_path)}.items()
+    assert len(store(tiny_target, t2d, tmp_path).store._index) == 4
+
+
+def test_runs_that_open_one_store_at_the_same_time_do_not_disturb_each_other(tiny_target, tmp_path, monkeypatch):
+    """Between one run's writing its description and putting it in place another does the same, then both go on."""
+    replace_file, opened = store_module.os.replace, []
+
+    def slow(source, target):
+        if not opened:
+            opened.append(True)
+            monkeypatch.setattr(store_module.os, "getpid", lambda: -1)  # as another process
+            store_module.FeatureStore(tiny_target, TAPS, tmp_path)
+        replace_file(source, target)
+
+    monkeypatch.setattr(store_module.os, "replace", slow)
+    made = store_module.FeatureStore(tiny_target, TAPS, tmp_path)
+    assert opened and sorted(path.name for path in made.folder.iterdir()) == ["store.json"]
 
 
 def test_other_taps_get_another_store(tiny_target, t2d, tmp_path):

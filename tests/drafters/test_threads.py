@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -51,3 +53,22 @@ def test_the_probe_tries_every_count_up_to_the_cores_and_its_choice_is_set(monke
 
 def test_the_probe_measures():
     assert 0 < threads.probe([1])[1] < 60
+
+
+def test_work_side_by_side_is_done_at_once_on_one_thread_each_and_comes_back_in_order():
+    torch.set_num_threads(2)
+    both = threading.Barrier(2, timeout=60)  # broken unless two are at work at the same time
+
+    def work(item):
+        both.wait()
+        return item, torch.get_num_threads()
+
+    assert threads.side_by_side(work, [3, 1, 4, 1]) == [(3, 1), (1, 1), (4, 1), (1, 1)]
+    assert torch.get_num_threads() == 2
+
+
+def test_a_failure_side_by_side_is_raised_and_leaves_the_threads(monkeypatch):
+    torch.set_num_threads(2)
+    with pytest.raises(ZeroDivisionError):
+        threads.side_by_side(lambda item: 1 / item, [1, 0, 2])
+    assert torch.get_num_threads() == 2

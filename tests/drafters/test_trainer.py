@@ -268,8 +268,8 @@ def test_second_signal_stops_at_once(tiny_target, tmp_path):
 def test_non_finite_features_stop_the_run_and_name_the_records(tiny_target, tmp_path, monkeypatch, stage):
     real = OnlineFeatures.__call__
 
-    def poisoned(self, batch, layout):
-        features = real(self, batch, layout)
+    def poisoned(self, batch, layout, later):
+        features = real(self, batch, layout, later)
         if any("record-3" in row for row in batch.record_ids):
             features.taps[0, 0] = float("nan")
         return features

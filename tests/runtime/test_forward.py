@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.gguf.utils import GgufLinear
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from drafters.batches import mask4d
 from drafters.config import TargetConfig
 from drafters.errors import TargetError
 from drafters.target import Target
-from runtime.forward import TargetRunner, attention_windows
+from runtime.forward import TargetRunner
 from runtime.packing import PackedLinear, pack_linears
 from runtime.tree import DraftTree
 
@@ -137,9 +138,27 @@ def test_widths_read_stay_few_over_a_long_text():
 
 
 def test_windows_are_read_per_layer_type():
-    assert attention_windows(as_target(build("hybrid, Gemma 3"))) == {"sliding_attention": 9, "full_attention": None}
-    assert attention_windows(as_target(build("sliding everywhere, Mistral"))) == {"sliding_attention": 9}
-    assert attention_windows(as_target(build("full"))) == {"full_attention": None}
+    assert as_target(build("hybrid, Gemma 3")).windows == {"sliding_attention": 9, "full_attention": None}
+    assert as_target(build("sliding everywhere, Mistral")).windows == {"sliding_attention": 9}
+    assert as_target(build("full")).windows == {"full_attention": None}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if not kind.startswith(("softcapped", "sinks"))])
+@pytest.mark.parametrize("lengths", [(23,), (14, 31)], ids=["one text", "two in a row"])
+def test_what_drafters_learn_from_sees_no_further_than_the_target_does(kind, lengths):
+    """Rows of training data are longer than a window: a drafter must not be taught what serving never shows it."""
+    model = build(kind)
+    texts = [[3 + (i * i + size) % 90 for i in range(size)] for size in lengths]
+    wanted = [model.base_model(torch.tensor([text]), output_hidden_states=True) for text in texts]
+    ids, positions = torch.tensor([sum(texts, [])]), torch.cat([torch.arange(size) for size in lengths])[None]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    masks = [mask4d(documents)] + ([None] if len(lengths) == 1 else [])
+    model.set_attn_implementation("sdpa")  # as a target is loaded
+    for mask in masks:
+        taps, last = as_target(model).hidden(ids, positions, mask, (3,))
+        assert torch.allclose(last[0], torch.cat([out.last_hidden_state[0] for out in wanted]), atol=1e-5)
+        assert torch.allclose(taps[0], torch.cat([out.hidden_states[3][0] for out in wanted]), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +179,7 @@ def test_kinds_that_cannot_roll_back_are_refused_by_name(model_type, settings, s
     model = torch.nn.Module()
     model.config = config
     with pytest.raises(TargetError, match=says):
-        attention_windows(as_target(model))
+        as_target(model).windows  # noqa: B018
 
 
 class Halves(torch.nn.Linear):
