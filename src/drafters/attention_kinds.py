@@ -60,16 +60,17 @@ def within(queries: Tensor, keys: Tensor, window: int) -> Tensor:
 
 
 def text_masks(windows: Windows, mask: Tensor | None, positions: Tensor) -> Masks:
-    """The mask of each layer type over whole texts, bool [B, 1, T, T]; None alone where all is plainly causal.
+    """The mask of each layer type over whole texts, bool [B, 1, T, T] or None where it is plainly causal.
 
     mask: bool [B, 1, T, T], True where a query may look, or None for one causal text a row; positions: [B, T].
     """
     length = positions.shape[-1]
     hides = {kind: window is not None and window < length for kind, window in windows.items()}
-    if mask is None and (any(hides.values()) or len(windows) > 1):
-        mask = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()[None, None]
+    causal = mask
+    if mask is None and any(hides.values()):
+        causal = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
     return {
-        kind: mask & within(positions, positions, windows[kind])[:, None] if hidden else mask
+        kind: causal & within(positions, positions, windows[kind])[:, None] if hidden else mask
         for kind, hidden in hides.items()
     }
 

@@ -196,7 +196,7 @@ class RuntimeConfig(Section):
     # Nodes of one verified tree, its root included; auto: as many each round as measured costs say pay, none included.
     num_draft_tokens: Any = option("auto", low=1, words=("auto",))  # OmegaConf 2.3 cannot merge int | str
     depth: int = option(5, low=1)
-    top_k: int = option(6, low=1)
+    top_k: int = option(10, low=1)
     # Of drafters with heads (medusa, hydra): dynamic, each round the likeliest nodes; static, at temperature 0 one
     # shape, the best by what each head got right on held-out text.
     tree: str = option("dynamic", choices=TREES)

@@ -157,11 +157,13 @@ class CostTable:
         self._width_at = np.searchsorted(self.widths, np.arange(largest + 1)).tolist()
         self._batch_at = np.searchsorted(self._batches, np.arange(batch_size + 1)).tolist()
         known, counts = measured.verify, self._batches.tolist()
-        fill = [[known.get((b, w), _by_total(known, b * w)) for w in self.widths.tolist()] for b in counts]
-        self._verify = _Estimates(np.array(fill))
+        fill = np.array([[known.get((b, w), _by_total(known, b * w)) for w in self.widths.tolist()] for b in counts])
+        for axis in (0, 1):  # what disturbs a measurement only adds to it: no check costs more than a larger one
+            fill = np.flip(np.minimum.accumulate(np.flip(fill, axis), axis), axis)
+        self._verify = _Estimates(fill)
         drafts = np.zeros((len(counts), depth))
         for index, b in enumerate(counts):
-            growth = fill[index][0] / max(fill[0][0], LEAST)
+            growth = float(fill[index, 0]) / max(float(fill[0, 0]), LEAST)
             for d in range(1, depth + 1):
                 drafts[index, d - 1] = _draft_at(measured.draft, b, d, depth, growth, batch_size)
         self._draft = _Estimates(drafts)
@@ -222,7 +224,7 @@ def _draft_at(measured: dict[Cell, float], rows: int, depth: int, deepest: int, 
     top = measured[base, deepest] * (1.0 if many else growth)
     if (base, 1) not in measured or deepest == 1:
         return top * depth / deepest
-    low = measured[base, 1] * (1.0 if many else growth)
+    low = min(top, measured[base, 1] * (1.0 if many else growth))
     return low + (top - low) * (depth - 1) / (deepest - 1)
 
 

@@ -86,13 +86,15 @@ def quick_acceptance(
     """Acceptance of a drafter still in training, by the runtime's own verify at T=0, without timing.
 
     Under num_draft_tokens=auto trees have QUICK_NODES nodes: sizes chosen by time would make acceptance a matter of
-    the machine's load. They are dynamic, as what shapes static ones is measured once training is done. The drafter is
-    copied; the shared target gets its own modules back, so what training computes next does not depend on whether
-    this ran.
+    the machine's load. They are dynamic, as what shapes static ones is measured once training is done. All prompts
+    run at once: it changes no token, and one check of many rows is cheaper than many checks. The drafter is copied;
+    the shared target gets its own modules back, so what training computes next does not depend on whether this ran.
     """
     with borrowed(target):
-        sizes = {"num_draft_tokens": QUICK_NODES} if runtime.num_draft_tokens == "auto" else {}
-        engine = Engine.load(target, drafter, **asdict(runtime) | sizes | {"tree": "dynamic"})
+        shape = {"tree": "dynamic", "batch_size": len(prompts)}
+        if runtime.num_draft_tokens == "auto":
+            shape["num_draft_tokens"] = QUICK_NODES
+        engine = Engine.load(target, drafter, **asdict(runtime) | shape)
         ids = encode(engine, prompts, max_new_tokens)
         total = Stats()
         for result in engine.generate(ids, SamplingParams(max_new_tokens)):

@@ -104,6 +104,15 @@ def test_a_busy_moment_spoils_no_cell(busy):
     assert found.draft == {(1, d): pytest.approx(0.002 * d) for d in (1, 5)}
 
 
+def test_nothing_costs_more_than_the_same_for_more_tokens():
+    """A busy moment at width 1 once made drafts look free: 69 ms where width 2 took 62."""
+    verify = {(1, 1): 0.069, (1, 2): 0.062, (1, 3): 0.070, (1, 4): 0.066, (2, 1): 0.061, (2, 2): 0.080}
+    table = CostTable(Measured(verify, {(1, 1): 0.020, (1, 3): 0.012}), 2, 4, 3)
+    assert [table.verify(n, 1) for n in (1, 2, 3, 4)] == pytest.approx([0.061, 0.062, 0.066, 0.066])
+    assert [table.verify(n, 2) for n in (1, 2)] == pytest.approx([0.061, 0.080])
+    assert table.drafts(3, 1).tolist() == pytest.approx([0.012] * 3)
+
+
 def test_without_a_drafter_to_time_no_draft_is_timed():
     clock = Clock(lambda rows, width: 0.01, lambda rows, depth: 0.01)
     assert clock.measure((1, 1, 0)) == Measured({(1, 1): pytest.approx(0.01)}, {})

@@ -145,7 +145,7 @@ def test_windows_are_read_per_layer_type():
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if not kind.startswith(("softcapped", "sinks"))])
-@pytest.mark.parametrize("lengths", [(23,), (14, 31)], ids=["one text", "two in a row"])
+@pytest.mark.parametrize("lengths", [(23,), (10,), (14, 31)], ids=["one text", "one over", "two in a row"])
 def test_what_drafters_learn_from_sees_no_further_than_the_target_does(kind, lengths):
     """Rows of training data are longer than a window: a drafter must not be taught what serving never shows it."""
     model = build(kind)
