@@ -15,7 +15,8 @@ from runtime.tree import DraftTree
 
 AUTO_NODES = 64  # most nodes of a tree under runtime.num_draft_tokens=auto, the root included
 SHARE = 0.01  # of all time: most that exploring may lose, and most that believed drafts may lose beyond CREDIT
-CREDIT = 8.0  # plain rounds that believed drafts may lose before their estimates have settled
+PAYS = 1.02  # times plain decoding's speed a draft must promise to be believed: the best of many estimates flatters
+CREDIT = 4.0  # plain rounds that believed drafts may lose before their estimates have settled
 REFRESH = 32  # drafted rounds after which the whole budget is drafted once, to see what deeper drafts are worth
 PLAIN_FIRST, PLAIN_AGAIN = 4, 128  # drafted rounds after which one is plain, to know what that costs; doubling
 AVERAGE = 0.1  # weight of the newest tree in what a depth is worth
@@ -134,7 +135,7 @@ class CostModel:
         if not rates:  # nothing is known yet: a drafter is believed first, on credit
             return (deepest, False) if self._affordable(1 if asking else deepest, rows, False) else (0, False)
         best = max(rates, key=rates.get)
-        exploring = rates[best] <= rows / self.table.verify(1, rows)
+        exploring = rates[best] <= PAYS * rows / self.table.verify(1, rows)
         if not exploring and profile.since_plain >= profile.plain_after:
             profile.plain_after = min(2 * profile.plain_after, PLAIN_AGAIN)
             return 0, False
@@ -228,7 +229,7 @@ class CostModel:
             return int(np.argmax(np.where(within, rates, 0.0) if within.any() else enough))
 
         chosen = best(enough, False)
-        believed = widths[chosen] > 1 and rates[chosen] > rows / forwards[0]
+        believed = widths[chosen] > 1 and rates[chosen] > PAYS * rows / forwards[0]
         if current.exploring and not believed:
             # It is tried all the same, for nothing is learned from a draft that is not verified.
             chosen = best(enough & (widths > 1), True)

@@ -24,8 +24,8 @@ Cell = tuple[int, int]  # (rows, width of the widest tree) or (rows, depth of th
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 SECOND_WIDTH = 8  # measured right after 1: past the step from matrix-vector to matrix-matrix kernels
 MEASURE_SECONDS = 2.0
-DRIFT, FRESH, STALE = 0.1, 0.1, 0.5  # exponents of the moving (geometric) averages
-STALE_AFTER = 100  # observations of its kind after which a cell's own number counts as old
+DRIFT, FRESH = 0.13, 0.1  # least exponents of the moving (geometric) averages: plain ones of the first observations
+STALE_AFTER = 100  # observations of its kind after which a cell's own number weighs no more than one
 WIDEST_RATIO = 3.0  # one observation never says more than this factor: a busy moment is not a cost
 LEAST = 1e-9  # seconds; keeps ratios finite where a clock is too coarse
 
@@ -126,7 +126,8 @@ class _Estimates:
     def __init__(self, cells: np.ndarray):
         """cells: [batches, sizes]."""
         self._cells = np.maximum(cells, LEAST)
-        self._seen = np.full(cells.shape, -STALE_AFTER)
+        self._seen = np.full(cells.shape, -STALE_AFTER)  # when, counted in observations of all cells
+        self._times = np.ones(cells.shape, dtype=int)  # how often, what it was made with included
         self._count = 0
         self._drift = 1.0
 
@@ -141,9 +142,11 @@ class _Estimates:
         ratio = max(seconds, LEAST) / self.seconds(cell)
         ratio = min(max(ratio, 1 / WIDEST_RATIO), WIDEST_RATIO)
         self._count += 1
-        old = self._count - self._seen[cell] > STALE_AFTER
+        if self._count - self._seen[cell] > STALE_AFTER:
+            self._times[cell] = 1
         self._seen[cell] = self._count
-        self._cells[cell] *= ratio ** (STALE if old else FRESH)
+        self._times[cell] += 1
+        self._cells[cell] *= ratio ** max(FRESH, 1 / self._times[cell])
         self._drift *= ratio**DRIFT
 
 
@@ -158,8 +161,9 @@ class CostTable:
         self._batch_at = np.searchsorted(self._batches, np.arange(batch_size + 1)).tolist()
         known, counts = measured.verify, self._batches.tolist()
         fill = np.array([[known.get((b, w), _by_total(known, b * w)) for w in self.widths.tolist()] for b in counts])
-        for axis in (0, 1):  # what disturbs a measurement only adds to it: no check costs more than a larger one
-            fill = np.flip(np.minimum.accumulate(np.flip(fill, axis), axis), axis)
+        for axis in (0, 1):  # no check costs more than a larger one: where one seems to, the truth lies between
+            lower = np.flip(np.minimum.accumulate(np.flip(fill, axis), axis), axis)
+            fill = (lower + np.maximum.accumulate(fill, axis)) / 2
         self._verify = _Estimates(fill)
         drafts = np.zeros((len(counts), depth))
         for index, b in enumerate(counts):

@@ -289,7 +289,7 @@ def test_a_draft_already_paid_for_is_worth_verifying_where_a_free_one_is_not():
 
 def test_equals_keep_their_parents():
     sure = chain([1.0] * 5)
-    some = model({1: 1.0, 2: 1.0, 3: 1.0, 4: 5.0, 6: 5.0, 8: 5.0, 12: 5.0, 16: 5.0})
+    some = model({1: 1.0, 2: 1.0, 3: 1.0, 4: 4.0, 6: 4.0, 8: 4.0, 12: 4.0, 16: 4.0})
     some.plan({0: Budget(NODES, DEPTH)})
     assert some.trim({0: sure})[0].tokens == (0, 1, 2)
 

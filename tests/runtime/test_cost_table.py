@@ -106,11 +106,11 @@ def test_a_busy_moment_spoils_no_cell(busy):
 
 def test_nothing_costs_more_than_the_same_for_more_tokens():
     """A busy moment at width 1 once made drafts look free: 69 ms where width 2 took 62."""
-    verify = {(1, 1): 0.069, (1, 2): 0.062, (1, 3): 0.070, (1, 4): 0.066, (2, 1): 0.061, (2, 2): 0.080}
-    table = CostTable(Measured(verify, {(1, 1): 0.020, (1, 3): 0.012}), 2, 4, 3)
-    assert [table.verify(n, 1) for n in (1, 2, 3, 4)] == pytest.approx([0.061, 0.062, 0.066, 0.066])
-    assert [table.verify(n, 2) for n in (1, 2)] == pytest.approx([0.061, 0.080])
-    assert table.drafts(3, 1).tolist() == pytest.approx([0.012] * 3)
+    table = CostTable(Measured({(1, 1): 69, (1, 2): 62, (1, 3): 70, (1, 4): 66}, {(1, 1): 20, (1, 3): 12}), 1, 4, 3)
+    assert [table.verify(n, 1) for n in (1, 2, 3, 4)] == pytest.approx([65.5, 65.5, 68, 68])
+    assert table.drafts(3, 1).tolist() == pytest.approx([12] * 3)
+    rows = CostTable(Measured({(1, 1): 69, (1, 2): 80, (2, 1): 61, (2, 2): 90}, {}), 2, 2, 0)
+    assert [rows.verify(n, b) for b in (1, 2) for n in (1, 2)] == pytest.approx([65, 80, 65, 90])
 
 
 def test_without_a_drafter_to_time_no_draft_is_timed():
