@@ -287,6 +287,16 @@ def test_a_draft_already_paid_for_is_worth_verifying_where_a_free_one_is_not():
     assert len(free.trim({0: chain([0.4])})[0]) == 1
 
 
+@pytest.mark.parametrize(("chance", "depth"), [(0.2625, 0), (0.3, 1)], ids=["1% more than plain", "4% more"])
+def test_a_draft_that_promises_next_to_nothing_is_not_believed(chance, depth):
+    """The best of many estimates flatters: at break-even drafting loses what its estimates are wrong by."""
+    found = model({width: 1.0 if width == 1 else 1.2 for width in widths(NODES)}, step=0.05)
+    assert found.plan({0: Budget(2, 1)})[0].depth == 1  # on credit
+    tree = found.trim({0: chain([chance])})[0]
+    found.observe({0: tree}, {0: (0,)}, 0.05, 1.2)
+    assert found.plan({0: Budget(2, 1)})[0].depth == depth
+
+
 def test_equals_keep_their_parents():
     sure = chain([1.0] * 5)
     some = model({1: 1.0, 2: 1.0, 3: 1.0, 4: 4.0, 6: 4.0, 8: 4.0, 12: 4.0, 16: 4.0})

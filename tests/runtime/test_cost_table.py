@@ -135,6 +135,16 @@ def test_observed_costs_replace_measured_ones():
     assert known.verify(8, 1) == pytest.approx(5.0, rel=0.01) and known.draft(5, 1) == pytest.approx(2.0, rel=0.01)
 
 
+def test_the_first_observations_count_like_the_measurement_at_start():
+    """Plain rounds are rare once drafts pay: what they cost must not take twenty of them to be found."""
+    known = table()
+    for _ in range(3):
+        known.observe_verify(1, 1, 0.5 * CELLS[1, 1])
+        for _ in range(9):
+            known.observe_verify(8, 1, CELLS[1, 8])
+    assert known.verify(1, 1) / known.verify(8, 1) < 0.65 * CELLS[1, 1] / CELLS[1, 8]
+
+
 def test_a_machine_that_slows_down_slows_every_width():
     known = table()
     for _ in range(60):
