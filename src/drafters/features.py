@@ -11,12 +11,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from drafters.artifacts import joined_folders
 from drafters.batches import Batch, mask4d
+from drafters.config import TrainRun
+from drafters.corpus import ResponseRecord
 from drafters.errors import ArtifactError
 from drafters.losses import make_teacher
+from drafters.models.base import Drafter
 from drafters.models.layout import Features, Inputs, Layout
-from drafters.store import FeatureStore, document_key, wider_stores
-from drafters.target import Target, default_taps
+from drafters.store import FOLDER, FeatureStore, document_key, wider_stores
+from drafters.target import DTYPES, Target, default_taps
 from drafters.threads import side_by_side
 
 log = logging.getLogger(__name__)
@@ -202,3 +206,22 @@ class CachedFeatures(_Teaching):
     def flush(self) -> None:
         """Write what is still in memory."""
         self.store.flush()
+
+
+def feature_source(
+    drafter: Drafter, target: Target, cfg: TrainRun, out_dir: Path, records: Sequence[ResponseRecord], rank: int
+) -> FeatureSource:
+    """What trainer.features and trainer.feature_store ask for, of a run in out_dir on these records."""
+    if drafter.runs_target:
+        return BatchInputs(target.device)
+    taps, dtype = drafter.taps_for(cfg.drafter, target), DTYPES[cfg.trainer.dtype]
+    greedy = all(record.temperature == 0.0 for record in records)
+    if cfg.trainer.features == "online":
+        return OnlineFeatures(target, taps, drafter.t2d, dtype, greedy)
+    given, shared, length = cfg.data.responses, cfg.trainer.feature_store, cfg.trainer.row_length
+    collected = [folder / FOLDER for folder in joined_folders(given)] if given else [out_dir / "responses" / FOLDER]
+    folder = out_dir / FOLDER if shared is None else Path(shared).expanduser()
+    keep = None if shared is None else shared_taps(target, taps)
+    store = CachedFeatures(target, taps, drafter.t2d, dtype, folder, rank, collected, keep, greedy)
+    store.reserve(sum(min(length, len(r.prompt_ids) + len(r.response_ids)) for r in records))
+    return store

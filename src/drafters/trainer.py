@@ -16,17 +16,15 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from drafters import checkpoint, engine
-from drafters.artifacts import joined_folders
 from drafters.batches import Batch, Batches, collate, pack
 from drafters.config import TrainRun
 from drafters.corpus import ResponseRecord
 from drafters.errors import OutriderError
 from drafters.export.native import describe_drafter
-from drafters.features import BatchInputs, CachedFeatures, FeatureSource, OnlineFeatures, shared_taps
+from drafters.features import feature_source
 from drafters.logger import Logger
 from drafters.models.base import Drafter
 from drafters.schedule import depth_at, hold_out, learning_rate, seed_of, stop_requests
-from drafters.store import FOLDER
 from drafters.tallies import Clock, Window, flatten, means, simulated_acceptance_length
 from drafters.target import DTYPES, Target
 from drafters.threads import set_threads
@@ -87,7 +85,7 @@ class Trainer:
         self.contract = describe_drafter(
             drafter, target, taps=self.taps, steps=cfg.drafter.steps, max_length=cfg.trainer.row_length
         )
-        self.features = self._feature_source(Path(out_dir), records)
+        self.features = feature_source(drafter, target, cfg, Path(out_dir), records, self.rank)
         self.settings = self._settings()
         self.step, self.best_value, self.best_step = 0, None, None
         self.window = self._window()
@@ -95,24 +93,6 @@ class Trainer:
         self.before: tuple[float | None, float | None] = (0.0, 0.0)
 
     # ---- set-up
-
-    def _feature_source(self, out_dir: Path, records: Sequence[ResponseRecord]) -> FeatureSource:
-        if self.drafter.runs_target:
-            return BatchInputs(self.device)
-        dtype, greedy = DTYPES[self.cfg.trainer.dtype], all(record.temperature == 0.0 for record in records)
-        if self.cfg.trainer.features == "online":
-            return OnlineFeatures(self.target, self.taps, self.drafter.t2d, dtype, greedy)
-        given = self.cfg.data.responses
-        collected = [folder / FOLDER for folder in joined_folders(given)] if given else [out_dir / "responses" / FOLDER]
-        shared = self.cfg.trainer.feature_store
-        folder = out_dir / FOLDER if shared is None else Path(shared).expanduser()
-        keep = None if shared is None else shared_taps(self.target, self.taps)
-        store = CachedFeatures(
-            self.target, self.taps, self.drafter.t2d, dtype, folder, self.rank, collected, keep, greedy
-        )
-        length = self.cfg.trainer.row_length
-        store.reserve(sum(min(length, len(r.prompt_ids) + len(r.response_ids)) for r in records))
-        return store
 
     def _window(self) -> Window:
         return Window(self.cfg.drafter.steps, self.device, len(self.drafter.further_means))
