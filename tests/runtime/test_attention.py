@@ -5,6 +5,7 @@ import torch
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
 
+from drafters.attention_kinds import within
 from runtime.attention import (
     _for_transformers,
     additive,
@@ -12,7 +13,6 @@ from runtime.attention import (
     explicit_attention,
     grouped_attention,
     tree_mask,
-    within,
 )
 from runtime.tree import DraftTree
 
