@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
+from drafters.attention_kinds import within
 from drafters.config import TargetConfig
 from drafters.models.eagle3 import Eagle3Drafter, Eagle3Shape
 from drafters.target import Target
-from runtime import attention, forward
+from runtime import forward
 from runtime.calibration import Calibration
 from runtime.debug import Audit, DebugError, _difference
 from runtime.engine import Engine, EngineConfig
@@ -185,7 +186,7 @@ def forget_to_release(patch, engine):
 
 
 def window_one_too_wide(patch, engine):
-    patch.setattr(forward, "within", lambda q, k, window: attention.within(q, k, window + 1))
+    patch.setattr(forward, "within", lambda q, k, window: within(q, k, window + 1))
 
 
 def window_by_slot(patch, engine):
