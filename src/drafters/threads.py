@@ -84,4 +84,4 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
         with ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) as pool:
             return list(pool.map(work, items))
     finally:
-        torch.set_num_threads(threads)  # a worker's setting is this thread's as well
+        torch.set_num_threads(threads)  # a worker's setting can be this thread's as well
